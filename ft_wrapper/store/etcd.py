@@ -14,8 +14,8 @@ from ..protocol import keys as names
 from ..protocol.operations import Beat, Beats, Delete, Read, ReadLog, Step, encoded, keys_of, to_text
 from . import etcd_messages as messages
 from .address import DEFAULT_TTL
-from .etcd_job import EtcdBeats, EtcdJob, EtcdWriter
 from .etcd_client import EtcdClient
+from .etcd_job import EtcdBeats, EtcdJob
 from .etcd_messages import EtcdCompacted, EtcdKeys, EtcdRefused, KeyValue, Operation, Span, Transaction
 from .etcd_watch import LOOK_AGAIN, StandingWatch, Watch
 from .held import DEFAULT_TIMEOUT, StoreMixin
@@ -25,8 +25,8 @@ T = TypeVar("T")
 
 _TTL = timedelta(seconds=DEFAULT_TTL)
 
-# A write and a deletion each, beside the client's register.
-_KEYS_A_WRITE = (messages.MOST_OPERATIONS - 1) // 2
+# A write and a deletion each.
+_KEYS_A_WRITE = messages.MOST_OPERATIONS // 2
 _BYTES_A_WRITE = messages.LARGEST_REQUEST * 2 // 3
 
 
@@ -40,7 +40,8 @@ class EtcdStore(Store, StoreMixin):
     All keys of a job but signs of life go with one lease, which each process that has made a store keeps
     alive until it closes that store; its clones live on it. When no process has done so for ``ttl`` the keys
     are gone, and a client that comes back gets `StoreError`, never a number that was used before. A request
-    whose answer is lost is sent again, to another member if there is one, and nothing is carried out twice.
+    whose answer is lost is sent again, to another member if there is one. Then ``add`` may count one more, as
+    on TCPStore.
 
     Args:
         endpoints: the members: ``"host:port,host:port"`` or a list of these.
@@ -93,7 +94,6 @@ class EtcdStore(Store, StoreMixin):
         self._keys = EtcdKeys(self._etcd.keys, self._etcd.lease, self._etcd.nonce).within(namespace)
         self.place = f"{prefix.strip('/')}/{namespace}"
         self.seal, self.is_private = seal_of(self.place), bool(user or cert)
-        self._writer = EtcdWriter(self._etcd)
         self._beats = EtcdBeats(self._etcd)
         self._origin: EtcdStore | None = None
         self._stop_keeping = self._etcd.keep_alive(self)
@@ -112,7 +112,6 @@ class EtcdStore(Store, StoreMixin):
         other.patience, other._etcd, other.membership = self.patience, self._etcd, self.membership
         other._keys, other.place = self._keys.within(namespace), self.place + namespace
         other.seal, other.is_private = seal_of(other.place), self.is_private
-        other._writer = EtcdWriter(self._etcd)
         other._beats = EtcdBeats(self._etcd)
         other._origin = self._origin or self  # which keeps the lease alive
         return other
@@ -135,16 +134,17 @@ class EtcdStore(Store, StoreMixin):
         # torch's own PrefixStore sets it where only torch's half of this store sees it.
         return super().timeout
 
-    # torch's operations that write: each is carried out once --------------------------------------------
+    # torch's operations that write ----------------------------------------------------------------------
 
     def set(self, key: str, value: str | bytes) -> None:
         self.multi_set([key], [value])
 
     def multi_set(self, keys: list[str], values: Sequence[str | bytes]) -> None:
         """Writes several keys; all at once up to some 60 keys and a megabyte."""
-        pairs = [*zip(keys, map(encoded, values), strict=True)]
-        for group in _groups(pairs, _fit_in_a_write):
-            self._write(dict(group))
+        for group in _groups([*zip(keys, map(encoded, values), strict=True)], _fit_in_a_write):
+            written = dict(group)
+            operations = [o for key, value in written.items() for o in self._keys.replace(key, value)]
+            self._change(Transaction(f"set {', '.join(map(repr, written))}", operations), written)
 
     def append(self, key: str, value: str | bytes) -> None:
         entry = encoded(value)
@@ -310,11 +310,6 @@ class EtcdStore(Store, StoreMixin):
             return standing.await_write(span, start, seconds)
         return Watch(self._etcd.client, span, start, deletes=False).first(seconds) is not None
 
-    def _write(self, values: dict[str, bytes]) -> None:
-        operations = [o for key, value in values.items() for o in self._keys.replace(key, value)]
-        what = f"set {next(iter(values))!r}" if len(values) == 1 else "multi_set"
-        self._change(Transaction(what, operations), values)
-
     def _modify(
         self,
         what: str,
@@ -323,7 +318,7 @@ class EtcdStore(Store, StoreMixin):
         held: Sequence[KeyValue],
         values: dict[str, bytes] | None = None,
     ) -> T:
-        """Changes a key as follows from what it holds.
+        """Changes a key as follows from what it holds, unless it was written since.
 
         Args:
             what: what to call it in messages.
@@ -337,17 +332,15 @@ class EtcdStore(Store, StoreMixin):
             if not operations:
                 return result
             conditions, look = self._keys.unchanged(key, held), [messages.get(self._keys.span(key))]
-            found = self._change(Transaction(what, operations, conditions, look), values)
-            if found is None:
+            done = self._change(Transaction(what, operations, conditions, look), values)
+            if done.succeeded:
                 return result
-            held = found[0].keys
+            held = done.answers[0].keys
 
-    def _change(
-        self, change: Transaction, values: dict[str, bytes] | None = None
-    ) -> Sequence[messages.Answer] | None:
-        """Carries out a change once; returns what was read because a condition did not hold, else None."""
+    def _change(self, change: Transaction, values: dict[str, bytes] | None = None) -> messages.Answer:
+        """Carries out a change; after a lost answer perhaps twice, or late."""
         try:
-            return self._writer.change(change, self.patience)
+            return self._etcd.transact(change, self.patience)
         except EtcdRefused as error:
             if values and error.is_too_large:
                 key = max(values, key=lambda key: len(values[key]))

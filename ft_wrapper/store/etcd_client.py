@@ -112,7 +112,7 @@ class EtcdClient:
     ) -> Sequence[KeyValue]:
         """Reads keys; see `transaction` for errors."""
         request = messages.get(span, keys_only=keys_only)["request_range"]
-        return Answer.parse(self.request("range", "kv/range", request, timeout)[0]).keys
+        return Answer.parse(self.request("range", "kv/range", request, timeout)).keys
 
     def transaction(self, transaction: Transaction, timeout: float | None = None) -> Answer:
         """Carries out a transaction.
@@ -125,16 +125,15 @@ class EtcdClient:
             StoreUnavailable: no member answered in time. It may have been carried out.
             StoreError: it failed; names endpoints and operation.
         """
-        reply, tries = self.request(transaction.what, "kv/txn", transaction.json, timeout)
-        return Answer.parse(reply)._replace(repeated=tries > 1)
+        return Answer.parse(self.request(transaction.what, "kv/txn", transaction.json, timeout))
 
     def grant(self, ttl: int, timeout: float | None = None) -> int:
         """Makes a lease for so many seconds; returns its id. After a lost answer there is one more."""
-        return int(self.request("lease grant", "lease/grant", {"TTL": str(ttl)}, timeout)[0]["ID"])
+        return int(self.request("lease grant", "lease/grant", {"TTL": str(ttl)}, timeout)["ID"])
 
     def keep_alive(self, lease: int, timeout: float | None = None) -> int:
         """Lets a lease last its whole time again; returns the seconds, 0 if there is no such lease."""
-        reply, _ = self.request("lease keep alive", "lease/keepalive", {"ID": str(lease)}, timeout)
+        reply = self.request("lease keep alive", "lease/keepalive", {"ID": str(lease)}, timeout)
         return int(reply.get("result", {}).get("TTL", 0))
 
     def revoke(self, lease: int, timeout: float | None = None) -> bool:
@@ -149,7 +148,7 @@ class EtcdClient:
 
     def request(
         self, what: str, path: str, body: dict[str, Any], timeout: float | None = None
-    ) -> tuple[dict[str, Any], int]:
+    ) -> dict[str, Any]:
         """Sends a request until a member answers.
 
         Args:
@@ -159,7 +158,7 @@ class EtcdClient:
             timeout: seconds for which it is tried again; the client's when None.
 
         Returns:
-            The answer as JSON, and how often the request was sent.
+            The answer as JSON.
 
         Raises:
             StoreUnavailable: no member answered in time. It may have been carried out.
@@ -192,7 +191,7 @@ class EtcdClient:
             before_sleep=note,
         )
         try:
-            return retrying(attempt), tries
+            return retrying(attempt)
         except tenacity.RetryError as failure:
             raise StoreUnavailable(
                 f"{self!r}: {what} got no answer for {seconds:g} s: {failure.last_attempt.exception()}; see "

@@ -1,4 +1,4 @@
-"""What a job has in etcd: a lease on all of it, changes that are carried out once, signs of life."""
+"""What a job has in etcd: a lease on all of it, signs of life."""
 
 import dataclasses
 import logging
@@ -19,7 +19,7 @@ from .etcd_watch import StandingWatch
 
 log = logging.getLogger(__name__)
 
-_KEYS, _REGISTERS, _LIFE = b"k/", b"op/", b"life"  # behind the prefix
+_KEYS, _LIFE = b"k/", b"life"  # behind the prefix
 
 _KEPT_WITHIN = 5.0  # seconds for a request that keeps the lease alive
 _KEPT_AGAIN_AFTER = 5.0  # seconds, when no member answered
@@ -111,7 +111,7 @@ class EtcdJob:
         Not by the lease alone: signs of life have leases of their own. At once, since another job may begin
         as soon as ``life`` is gone. And not all below the prefix: other jobs may have theirs there.
         """
-        spans = [self._life, Span.prefix(self.keys), Span.prefix(self.prefix + _REGISTERS)]
+        spans = [self._life, Span.prefix(self.keys)]
         removal = Transaction(
             "removal of the job", [delete(span) for span in spans], [compare(self._life, "value", self.nonce)]
         )
@@ -219,80 +219,6 @@ class EtcdJob:
             log.warning("%r: the job's lease has expired and its keys are gone: it cannot go on", self)
             return None
         return ttl / 3
-
-
-class EtcdWriter:
-    """Changes of one client, each carried out once, whatever happens to an answer.
-
-    A register of the client's own holds the number of its last change. Each change writes it in the same
-    transaction, if it was not written since the change before. So at most one of several tries is carried
-    out, and afterwards the register tells whether one was.
-
-    Args:
-        job: the job.
-    """
-
-    def __init__(self, job: EtcdJob) -> None:
-        self._job = job
-        self._begin()
-
-    def _begin(self) -> None:
-        self._pid = os.getpid()
-        self._lock = threading.Lock()
-        self._register = Span(self._job.prefix + _REGISTERS + secrets.token_hex(8).encode())
-        self._number = 0
-        self._revision = 0  # at which the register was written last
-
-    def change(self, change: Transaction, timeout: float) -> Sequence[Answer] | None:
-        """Carries out a transaction once.
-
-        Args:
-            change: what to do; at most `MOST_OPERATIONS` less one.
-            timeout: seconds for which it is tried again.
-
-        Returns:
-            None if it was carried out, else what was read because a condition did not hold.
-
-        Raises:
-            StoreError: it failed, or the job's keys are gone. Then it may have been carried out, or be
-                carried out until this client's next change.
-        """
-        if self._pid != os.getpid():  # a register of one's own, also after a fork
-            self._begin()
-        with self._lock:
-            mine = self._next_number()
-            while True:
-                before = self._revision
-                held, done = self._try(mine, change, timeout)
-                if held == mine:
-                    return None  # by this try, or by an earlier one whose answer was lost
-                if self._revision != before:
-                    continue  # an earlier change, which had been given up, has come
-                # The conditions did not hold for the last try. They may for one that is still on its way: it
-                # is carried out no more once the register has been written again.
-                nothing = Transaction(change.what, ())
-                if done.repeated and self._try(self._next_number(), nothing, timeout)[0] == mine:
-                    return None
-                return done.answers[1:]
-
-    def _next_number(self) -> bytes:
-        self._number += 1
-        return str(self._number).encode()
-
-    def _try(self, number: bytes, change: Transaction, timeout: float) -> tuple[bytes | None, Answer]:
-        """Writes the register with the operations; returns what the register holds then."""
-        counted = change._replace(
-            success=[put(self._register.key, number, self._job.lease), *change.success],
-            compare=[compare(self._register, "mod", self._revision), *change.compare],
-            failure=[get(self._register), *change.failure],
-        )
-        done = self._job.transact(counted, timeout)
-        if done.succeeded:
-            self._revision = done.revision
-            return number, done
-        found = done.answers[0].keys
-        self._revision = found[0].mod_revision if found else 0
-        return (found[0].value if found else None), done
 
 
 @dataclasses.dataclass

@@ -109,7 +109,6 @@ class Answer(NamedTuple):
         succeeded: whether the comparisons of a transaction held.
         answers: to the operations that it carried out, in order.
         revision: of the store after a transaction.
-        repeated: whether it was sent more than once: an earlier one may still be on its way.
     """
 
     keys: tuple[KeyValue, ...]
@@ -117,7 +116,6 @@ class Answer(NamedTuple):
     succeeded: bool
     answers: "list[Answer]"
     revision: int
-    repeated: bool = False
 
     @classmethod
     def parse(cls, reply: dict[str, Any]) -> "Answer":

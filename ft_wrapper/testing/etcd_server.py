@@ -364,7 +364,7 @@ class EtcdServer:
         """
         client = self._client(self._endpoint(member), _ANSWER_WITHIN)
         with contextlib.closing(client):
-            return client.request("status", "maintenance/status", {})[0]
+            return client.request("status", "maintenance/status", {})
 
 
 def _retrying(timeout: float) -> tenacity.Retrying:

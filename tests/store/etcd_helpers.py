@@ -25,7 +25,7 @@ def erase(client: EtcdClient, span: Span) -> int:
 
 def ask(client: EtcdClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
     """Sends a request for which the client has no method."""
-    return client.request(path, path, body)[0]
+    return client.request(path, path, body)
 
 
 class Relay:
