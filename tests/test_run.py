@@ -911,7 +911,7 @@ WAITS = """
     import threading
     from datetime import timedelta
     from ft_wrapper import run
-    from ft_wrapper.store.tcp import serve
+    from ft_wrapper.store.tcp_server import serve
     from torch.distributed import TCPStore
 
     def main():

@@ -32,7 +32,7 @@ from ..rendezvous.settings import Identity, Settings
 from ..store import Member, StoreMixin, TCPStore, connect, secret
 from ..store.address import host_port
 from ..store.bounded import bounded, call_in_thread, in_background
-from ..store.tcp import SERVER_IS_LIBUV
+from ..store.tcp_server import SERVER_IS_LIBUV
 from .node_check import NodeCheck, await_pass
 from .nodes import Nodes, Round
 from .policy import STORE_TIMEOUT, JobInStore

@@ -24,7 +24,7 @@ from ..monitor.service import MonitorService
 from ..monitor.signals import caught
 from ..protocol.keys import HEAD
 from ..store.secret import AGENT_ENV, announce, warn_if_open
-from ..store.tcp import raise_file_limit
+from ..store.tcp_server import raise_file_limit
 from . import ranks
 from .group import Group
 from .nodes import End, Nodes, Round

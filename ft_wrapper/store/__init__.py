@@ -6,7 +6,8 @@ from ..protocol.entering import BarrierError, BarrierOverflow, BarrierTimeout
 from ..protocol.records import Decision, Fault, Head, Member, View
 from .held import FileStore, PrefixStore, StoreMixin
 from .plan import StorePlan, connect, without_password
-from .tcp import TCPStore, TCPStoreServer, serve
+from .tcp import TCPStore
+from .tcp_server import TCPStoreServer, serve
 
 if TYPE_CHECKING:
     from .etcd import EtcdStore

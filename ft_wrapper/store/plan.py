@@ -13,7 +13,8 @@ from ..protocol.operations import Operations
 from . import secret
 from .address import EtcdAddress, etcd_login, host_port, is_etcd, master_port, split_host_port, tcp_address
 from .held import StoreMixin
-from .tcp import TCPStore, TCPStoreServer
+from .tcp import TCPStore
+from .tcp_server import TCPStoreServer
 
 if TYPE_CHECKING:
     from .etcd import EtcdStore

@@ -1,0 +1,133 @@
+"""The server of a TCPStore, which keeps its keys."""
+
+import errno
+import logging
+import os
+import resource
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import TCPStore as TorchTCPStore
+from torch.torch_version import TorchVersion
+
+from .._files import check_open_files, quiet_torch
+from ..exception import StoreError
+from .address import host_port, listening_address
+from .held import DEFAULT_TIMEOUT
+
+log = logging.getLogger(__name__)
+
+SERVER_IS_LIBUV = TorchVersion(torch.__version__) >= "2.8"
+"""Which of torch's two servers a `TCPStoreServer` is: its newer one takes a socket since pytorch 150215."""
+# Of a server, not of a job that uses it, so it has no namespace: that a rank's monitor hosts it.
+HOSTED_BY_RANK = "ft_wrapper/hosted_by_rank"
+_BACKLOG = 4096  # all ranks of a job come at once
+_FILES_OF_A_SERVER = 12  # torch's server opens them for itself; without them it says no more than "uv loop"
+#: Errors that waiting does not help with.
+NO_DESCRIPTORS = errno.EMFILE, errno.ENFILE
+
+
+class TCPStoreServer:
+    """A TCPStore server in this process, which must not be a training process.
+
+    Args:
+        port: port to listen on; 0 takes a free one.
+        host_name: this host, as the clients call it.
+        by_rank: whether a rank of the job hosts it and closes it after the last goodbye; its clients can ask.
+
+    Raises:
+        StoreError: the port is taken, or the host is unknown.
+    """
+
+    def __init__(self, port: int = 0, host_name: str = "localhost", *, by_rank: bool = False) -> None:
+        try:
+            self._store = serve(host_name, port, DEFAULT_TIMEOUT)
+        except socket.gaierror as error:
+            raise StoreError(
+                f"no store can be hosted at {host_name!r}: the name cannot be looked up here "
+                f"({error.strerror}); use an address of this host, or add the name to /etc/hosts"
+            ) from error
+        except OSError as error:
+            if error.errno in NO_DESCRIPTORS:
+                raise StoreError(f"no store can be hosted at {host_name!r}: {error}") from error
+            raise StoreError(
+                f"port {port} cannot be used for the coordination store: {error}; choose another MASTER_PORT "
+                "(the store takes MASTER_PORT + 1) or pass store_kwargs={'port': ...}"
+            ) from error
+        self.port: int = self._store.port
+        if listening_address(host_name, self.port)[1][0] == "":
+            log.info(
+                "the store at %s listens on all addresses of this host, for that is no single address of it "
+                "here; name an address instead to have it listen there only",
+                host_port(host_name, self.port),
+            )
+        if by_rank:
+            self._store.set(HOSTED_BY_RANK, "1")
+
+    def close(self) -> None:
+        """Ends the server: first its port is free, then connections to it end.
+
+        A process that just exits has them end in any order.
+        """
+        del self._store
+
+
+def serve(host_name: str, port: int, timeout: timedelta) -> TorchTCPStore:
+    """Opens a TCPStore server. It listens where `listening_address` says.
+
+    Anyone who reaches it may read and write everything: a TCPStore knows no users.
+
+    The limit of open files of this process is raised as far as it goes, see `raise_file_limit`, and torch's
+    C++ code in it logs errors only.
+
+    On a socket of one family: a server of torch's own making listens on IPv6 and sees ``127.0.0.1`` as
+    ``::ffff:127.0.0.1``, whose name it looks up for each client, which no hosts file answers.
+
+    Args:
+        host_name: this host, as the clients call it.
+        port: port to listen on; 0 takes a free one.
+        timeout: of the operations on the returned store.
+
+    Raises:
+        OSError: the port is taken, the host is unknown, or this process may not open enough files.
+    """
+    raise_file_limit()
+    quiet_torch()
+    check_open_files(_FILES_OF_A_SERVER, "a process that hosts a store")
+    family, address = listening_address(host_name, port)
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+        port = listener.getsockname()[1]
+        options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "timeout": timeout}
+        options["master_listen_fd"] = listener.detach()  # the server closes it
+        # Its own client takes no way that may lead elsewhere: it would wait, and ignore all that ends a wait.
+        own = host_name if address[0] else {socket.AF_INET6: "::1"}.get(family, "127.0.0.1")
+        return TorchTCPStore(own, port, **options, use_libuv=SERVER_IS_LIBUV)
+
+
+def raise_file_limit() -> None:
+    """Lets this process open as many files as it may.
+
+    Each connection to a server is a file, and by default a process may have 1,024 of them. Processes that are
+    forked from this one get the limit back that it had: a program that calls ``select`` relies on getting no
+    descriptor above 1,023. Those that it starts in another way inherit the raised one.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == hard:
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (ValueError, OSError) as error:
+        log.warning("the limit of open files stays at %d: %s", soft, error)
+    else:
+        os.register_at_fork(after_in_child=lambda: _lower_file_limit(soft))
+
+
+def _lower_file_limit(soft: int) -> None:
+    """In a process just forked; must not fail."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, hard), hard))
