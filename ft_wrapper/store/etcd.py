@@ -15,7 +15,7 @@ from ..protocol.operations import Beat, Beats, Delete, Read, ReadLog, Step, enco
 from . import etcd_messages as messages
 from .address import DEFAULT_TTL
 from .etcd_client import EtcdClient
-from .etcd_job import EtcdBeats, EtcdJob
+from .etcd_job import EtcdJob
 from .etcd_messages import EtcdCompacted, EtcdKeys, EtcdRefused, KeyValue, Operation, Span, Transaction
 from .etcd_watch import LOOK_AGAIN, StandingWatch, Watch
 from .held import DEFAULT_TIMEOUT, StoreMixin
@@ -94,7 +94,6 @@ class EtcdStore(Store, StoreMixin):
         self._keys = EtcdKeys(self._etcd.keys, self._etcd.lease, self._etcd.nonce).within(namespace)
         self.place = f"{prefix.strip('/')}/{namespace}"
         self.seal, self.is_private = seal_of(self.place), bool(user or cert)
-        self._beats = EtcdBeats(self._etcd)
         self._origin: EtcdStore | None = None
         self._stop_keeping = self._etcd.keep_alive(self)
 
@@ -108,11 +107,10 @@ class EtcdStore(Store, StoreMixin):
         """A clone with other keys: they have this in front of them, behind the namespace of this store."""
         other = EtcdStore.__new__(EtcdStore)
         Store.__init__(other)
+        other.__dict__.update(self.__dict__)
         other.set_timeout(self.timeout)
-        other.patience, other._etcd, other.membership = self.patience, self._etcd, self.membership
         other._keys, other.place = self._keys.within(namespace), self.place + namespace
-        other.seal, other.is_private = seal_of(other.place), self.is_private
-        other._beats = EtcdBeats(self._etcd)
+        other.seal = seal_of(other.place)
         other._origin = self._origin or self  # which keeps the lease alive
         return other
 
@@ -240,7 +238,7 @@ class EtcdStore(Store, StoreMixin):
         for group in _groups(steps, _fit_together):
             match group:
                 case [Beat(key, lasts)]:
-                    self._beats.beat(f"beat of {key!r}", self._keys.beats(key), lasts, self.patience)
+                    self._etcd.beat(f"beat of {key!r}", self._keys.beats(key), lasts, self.patience)
                     given.append(None)
                 case [Delete(keys)] if len(keys) > _KEYS_A_WRITE:
                     for start in range(0, len(keys), _KEYS_A_WRITE):

@@ -1,4 +1,4 @@
-"""What a job has in etcd: a lease on all of it, signs of life."""
+"""What a job has in etcd: keys under one lease, signs of life."""
 
 import dataclasses
 import logging
@@ -25,6 +25,15 @@ _KEPT_WITHIN = 5.0  # seconds for a request that keeps the lease alive
 _KEPT_AGAIN_AFTER = 5.0  # seconds, when no member answered
 _CLOSED_WITHIN = 2.0  # seconds for the thread that keeps the lease alive, which closes the watches
 _SHORTEST_BEAT = 2  # seconds; etcd grants no lease for less than it can keep, with its own settings
+
+
+@dataclasses.dataclass
+class _Beat:
+    """A lease that a process keeps alive as a sign of life, and with it an entry."""
+
+    lease: int
+    ttl: int
+    last: float  # when the lease was kept alive
 
 
 class EtcdJob:
@@ -56,6 +65,7 @@ class EtcdJob:
         self.keys = self.prefix + _KEYS
         self._life = Span(self.prefix + _LIFE)
         self.lease, self.nonce = self._find_or_begin(ttl, timeout)
+        self._beats: dict[Span, _Beat] = {}
         client.prefer_leader()
         self._begin_waiting()
 
@@ -220,34 +230,15 @@ class EtcdJob:
             return None
         return ttl / 3
 
-
-@dataclasses.dataclass
-class _Lease:
-    id: int
-    ttl: int
-    kept: float  # when it was kept alive last
-
-
-class EtcdBeats:
-    """Gives signs of life: leases, since what is only kept alive is not written.
-
-    A process that gives one has a lease, and an entry that goes with it. Both are made at the first sign of
-    life, and again when the lease has run out; each further one keeps the lease alive and writes nothing.
-    etcd takes away leases that no process keeps alive, and their entries.
-
-    Several may give signs of life for the same key, also a process and its child after a fork: each by an
-    entry of its own, or all by the same. The last of them counts.
-
-    Args:
-        job: the job.
-    """
-
-    def __init__(self, job: EtcdJob) -> None:
-        self._job = job
-        self._leases: dict[Span, _Lease] = {}
+    # Signs of life -------------------------------------------------------------------------------------
 
     def beat(self, what: str, entries: Span, lasts: float, timeout: float) -> None:
-        """Gives a sign of life.
+        """Gives a sign of life: by a lease, since what is only kept alive is not written.
+
+        Lease and entry are made at the first sign of life, and again when the lease has run out; each further
+        one keeps the lease alive and writes nothing. etcd takes away leases that no process keeps alive, with
+        their entries. Several processes may give signs of life for the same key, each by an entry of its own,
+        or a parent and its child by the same: the last of them counts.
 
         A lease that is there is kept alive even if the job's keys are gone: a reader is told.
 
@@ -260,13 +251,12 @@ class EtcdBeats:
         Raises:
             StoreError: it failed; or the lease had run out, and the job's keys are gone.
         """
-        client, ttl = self._job.client, max(_SHORTEST_BEAT, math.ceil(lasts))
-        now = time.monotonic()
-        lease = self._leases.get(entries)
-        if lease is None or lease.ttl != ttl or not client.keep_alive(lease.id, timeout):
-            lease = _Lease(client.grant(ttl, timeout), ttl, now)
+        ttl, now = max(_SHORTEST_BEAT, math.ceil(lasts)), time.monotonic()
+        beat = self._beats.get(entries)
+        if beat is None or beat.ttl != ttl or not self.client.keep_alive(beat.lease, timeout):
+            beat = _Beat(self.client.grant(ttl, timeout), ttl, now)
             # The name is the lease's: after a lost answer, or late, it is written once more and no other.
-            entry = put(entries.key + b"%x" % lease.id, b"", lease.id)
-            self._job.transact(Transaction(what, [entry]), timeout)
-            self._leases = {of: one for of, one in self._leases.items() if now - one.kept < one.ttl}
-        lease.kept, self._leases[entries] = now, lease
+            entry = put(entries.key + b"%x" % beat.lease, b"", beat.lease)
+            self.transact(Transaction(what, [entry]), timeout)
+            self._beats = {of: one for of, one in [*self._beats.items()] if now - one.last < one.ttl}
+        beat.last, self._beats[entries] = now, beat
