@@ -167,31 +167,21 @@ class EtcdClient:
         seconds = self.timeout if timeout is None else timeout
         deadline = time.monotonic() + seconds
         data = json.dumps(body, separators=(",", ":")).encode()
-        tries = 0
-
-        def attempt() -> dict[str, Any]:
-            nonlocal tries
-            tries += 1
-            patience = min(self.try_lasts(tries), max(_SHORTEST_TRY, deadline - time.monotonic()))
-            token = self.token(patience)
-            try:
-                return self._send(what, path, data, patience, token)
-            except EtcdRefused as error:
-                if not (error.wants_login and self.forget(token)):
-                    raise
-                return self._send(what, path, data, patience, self.token(patience))  # nothing was done
-
-        def note(state: tenacity.RetryCallState) -> None:
-            log.debug("%r: %s: %s; trying again", self, what, state.outcome and state.outcome.exception())
 
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(NoAnswer),
             stop=tenacity.stop_after_delay(seconds),
             wait=lambda state: self.pause_after(state.attempt_number),
-            before_sleep=note,
+            before_sleep=tenacity.before_sleep_log(log, logging.DEBUG),
         )
+        reply = dict[str, Any]()
         try:
-            return retrying(attempt)
+            for attempt in retrying:
+                with attempt:
+                    patience = max(_SHORTEST_TRY, deadline - time.monotonic())
+                    patience = min(patience, self.try_lasts(attempt.retry_state.attempt_number))
+                    reply = self._send(what, path, data, patience)
+            return reply
         except tenacity.RetryError as failure:
             raise StoreUnavailable(
                 f"{self!r}: {what} got no answer for {seconds:g} s: {failure.last_attempt.exception()}; see "
@@ -220,13 +210,11 @@ class EtcdClient:
         for number, endpoint in enumerate(self._endpoints):
             self._current = number
             try:
-                token = self.token(_FIRST_TRY)
-                status = self._send("status", "maintenance/status", b"{}", _FIRST_TRY, token)
+                status = self._send("status", "maintenance/status", b"{}", _FIRST_TRY)
             except (NoAnswer, StoreError) as error:
                 log.debug("%r: whether %s leads is not known: %s", self, endpoint, error)
                 continue
             if status.get("leader") == status.get("header", {}).get("member_id"):
-                self._current = number
                 return
         self._current = before
 
@@ -252,7 +240,7 @@ class EtcdClient:
             return self._token
         body = json.dumps({"name": self._user, "password": self._password}).encode()
         try:
-            reply = self._send("login", "auth/authenticate", body, patience, None)
+            reply = self._post("login", "auth/authenticate", body, patience, None)
         except EtcdRefused as error:
             if "not enabled" in error.reason:
                 return None
@@ -283,7 +271,17 @@ class EtcdClient:
         )
         return made
 
-    def _send(self, what: str, path: str, data: bytes, patience: float, token: str | None) -> dict[str, Any]:
+    def _send(self, what: str, path: str, data: bytes, patience: float) -> dict[str, Any]:
+        """One try, with the user's token."""
+        token = self.token(patience)
+        try:
+            return self._post(what, path, data, patience, token)
+        except EtcdRefused as error:
+            if not (error.wants_login and self.forget(token)):
+                raise
+            return self._post(what, path, data, patience, self.token(patience))  # nothing was done
+
+    def _post(self, what: str, path: str, data: bytes, patience: float, token: str | None) -> dict[str, Any]:
         if self._pid != os.getpid():
             # The connections of the process that this one was forked from are kept: closing one may tell the
             # other side.
