@@ -40,7 +40,8 @@ from scale_worker import GO, HOST, Costs, Plan, raise_file_limit, run_connection
 
 from ft_wrapper.attribution import Interruption
 from ft_wrapper.protocol import Agreement
-from ft_wrapper.store import Fault, Member, TCPStore
+from ft_wrapper.protocol.records import Fault, Member
+from ft_wrapper.store import TCPStore
 
 PARTS = ("form", "train", "exception", "node", "rack", "barrier", "memory")
 NODE, RACK = 8, 256

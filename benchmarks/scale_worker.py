@@ -25,8 +25,9 @@ from ft_wrapper.protocol.ends import Ends
 from ft_wrapper.protocol.entering import Entered
 from ft_wrapper.protocol.housekeeping import note_wanted
 from ft_wrapper.protocol.membership import Membership
+from ft_wrapper.protocol.records import Decision, Member, View
 from ft_wrapper.settings import Limits
-from ft_wrapper.store import Decision, Member, TCPStoreServer, View
+from ft_wrapper.store import TCPStoreServer
 
 HOST = "127.0.0.1"
 PATIENCE = 600.0  # seconds that a rank waits for the others

@@ -9,10 +9,9 @@ from ft_wrapper.attribution import Interruption
 from ft_wrapper.protocol import Agreement, keys
 from ft_wrapper.protocol.entering import Entered
 from ft_wrapper.protocol.operations import Append
-from ft_wrapper.protocol.records import MemberRecord
+from ft_wrapper.protocol.records import Decision, Fault, Member, MemberRecord, View
 from ft_wrapper.restart.report import RestartReport, TookOver, duration, make_report, waiting_line
 from ft_wrapper.state import State
-from ft_wrapper.store import Decision, Fault, Member, View
 from ft_wrapper.testing.fake_store import FakeStore
 
 

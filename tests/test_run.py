@@ -472,7 +472,8 @@ def test_a_failure_that_the_job_finished_without_is_forgiven(
         if rank == 1:
             sys.exit(9)
         from ft_wrapper.protocol import Agreement
-        from ft_wrapper.store import Member, TCPStore
+        from ft_wrapper.protocol.records import Member
+        from ft_wrapper.store import TCPStore
         host, _, port = os.environ["FT_WRAPPER_STORE"].rpartition(":")
         store = TCPStore(host, int(port))
         me = Member(rank, 0)

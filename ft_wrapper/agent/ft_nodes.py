@@ -22,6 +22,7 @@ from ..exception import StoreError, StoreUnavailable, TimeoutError
 from ..protocol import Agreement
 from ..protocol import keys as names
 from ..protocol.deaths import holders, report_lost
+from ..protocol.records import Member
 from ..rendezvous import drains, ends
 from ..rendezvous.backends import Backend
 from ..rendezvous.handler import FtRendezvousHandler
@@ -29,7 +30,7 @@ from ..rendezvous.operations import nodes_waiting
 from ..rendezvous.record import Drain, Node, Record, RoundPolicy, Seat
 from ..rendezvous.register import RECORD_KEY
 from ..rendezvous.settings import Identity, Settings
-from ..store import Member, StoreMixin, TCPStore, connect, secret
+from ..store import StoreMixin, TCPStore, connect, secret
 from ..store.address import host_port
 from ..store.bounded import bounded, call_in_thread, in_background
 from ..store.tcp_server import SERVER_IS_LIBUV

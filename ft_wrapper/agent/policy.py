@@ -18,8 +18,7 @@ from .. import store
 from ..exception import StoreError, StoreUnavailable
 from ..protocol import Agreement, keys
 from ..protocol.operations import read
-from ..protocol.records import DONE, Fault, MemberRecord
-from ..store import Member
+from ..protocol.records import DONE, Fault, Member, MemberRecord
 
 log = logging.getLogger(__name__)
 

@@ -22,8 +22,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..exception import InternalError, StoreError
+from ..protocol.records import Decision, Member, View
 from ..settings import Limits
-from ..store import Decision, Member, StorePlan, View
+from ..store import StorePlan
 from ..store.bounded import in_background
 from ..store.secret import AGENT_ENV, peer
 from .shared_memory import RankMemory

@@ -22,8 +22,9 @@ from ..protocol import Agreement
 from ..protocol import keys as names
 from ..protocol.deaths import await_others, report_deaths
 from ..protocol.neighbours import NeighbourWatch
+from ..protocol.records import Fault, Member, View
 from ..settings import Limits
-from ..store import Fault, Member, StoreMixin, View
+from ..store import StoreMixin
 from ..store.bounded import in_background, take_or_make
 from .frames import is_stopped, where_it_stands
 from .heart import Heart

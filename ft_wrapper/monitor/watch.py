@@ -22,8 +22,9 @@ from typing import Any
 from torch._C._distributed_c10d import TCPStore
 
 from ..exception import StoreError
+from ..protocol.records import Decision, Member, View
 from ..settings import Limits
-from ..store import Decision, Member, StoreMixin, View, serve
+from ..store import StoreMixin, serve
 from ..store.bounded import in_background, take_or_make
 from .heart import Heart
 from .rank_monitor import Idle, RankMonitor

@@ -1,9 +1,8 @@
-"""What the ranks agree on: plain calls on a store. No process, no group; only etcd's client has threads."""
+"""Where the keys live on which the ranks agree. No process; only etcd's client has threads."""
 
 from typing import TYPE_CHECKING, Any
 
 from ..protocol.entering import BarrierError, BarrierOverflow, BarrierTimeout
-from ..protocol.records import Decision, Fault, Head, Member, View
 from .held import FileStore, PrefixStore, StoreMixin
 from .plan import StorePlan, connect, without_password
 from .tcp import TCPStore
@@ -16,18 +15,13 @@ __all__ = [
     "BarrierError",
     "BarrierOverflow",
     "BarrierTimeout",
-    "Decision",
     "EtcdStore",
-    "Fault",
     "FileStore",
-    "Head",
-    "Member",
     "PrefixStore",
     "StoreMixin",
     "StorePlan",
     "TCPStore",
     "TCPStoreServer",
-    "View",
     "connect",
     "serve",
     "without_password",

@@ -15,8 +15,8 @@ from typing import Any
 from ft_wrapper.monitor.beside import start_monitor
 from ft_wrapper.monitor.line import MonitorLine, ask_agent, receive
 from ft_wrapper.monitor.shared_memory import RankMemory
+from ft_wrapper.protocol.records import Member
 from ft_wrapper.settings import Limits
-from ft_wrapper.store import Member
 from ft_wrapper.store.plan import announced_plan
 from ft_wrapper.store.secret import AGENT_ENV
 

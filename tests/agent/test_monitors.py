@@ -35,8 +35,8 @@ from ft_wrapper.monitor.shared_memory import RankMemory
 from ft_wrapper.protocol import Agreement, keys
 from ft_wrapper.protocol.deaths import report_deaths
 from ft_wrapper.protocol.keys import BEFORE_FIRST
-from ft_wrapper.protocol.records import MemberRecord
-from ft_wrapper.store import Member, TCPStore, TCPStoreServer, View
+from ft_wrapper.protocol.records import Member, MemberRecord, View
+from ft_wrapper.store import TCPStore, TCPStoreServer
 from ft_wrapper.store.plan import announced_plan
 from ft_wrapper.store.secret import AGENT_ENV
 

@@ -16,10 +16,10 @@ from ft_wrapper.agent.signals import Inbox, News, What
 from ft_wrapper.protocol import Agreement
 from ft_wrapper.protocol.deaths import holders
 from ft_wrapper.protocol.entering import Entered
-from ft_wrapper.protocol.records import FAULT
+from ft_wrapper.protocol.records import FAULT, Member
 from ft_wrapper.rendezvous.moves import adopt_rank_policy, close, complete, fold, remove
 from ft_wrapper.rendezvous.record import Admission, Node, Record, RoundPolicy, digest
-from ft_wrapper.store import Member, TCPStore, TCPStoreServer
+from ft_wrapper.store import TCPStore, TCPStoreServer
 
 TIMEOUT = 120.0
 

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from ft_wrapper.store import Head, Member
+from ft_wrapper.protocol.records import Head, Member
 
 if TYPE_CHECKING:
     from .process import SimulatedProcess

@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING
 from ft_wrapper.exception import StoreError
 from ft_wrapper.protocol import Agreement, keys
 from ft_wrapper.protocol.operations import read, read_log
-from ft_wrapper.protocol.records import DONE, FAULT, RETURNS, arrivals_in
+from ft_wrapper.protocol.records import DONE, FAULT, RETURNS, Decision, Head, Member, View, arrivals_in
 from ft_wrapper.state import State
-from ft_wrapper.store import Decision, Head, Member, View
 from ft_wrapper.testing.clock import Step
 
 from .history import LONGEST_LOOK, History, Violation, names

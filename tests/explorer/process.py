@@ -14,13 +14,13 @@ from ft_wrapper.protocol.deaths import report_deaths
 from ft_wrapper.protocol.entering import Endpoint, Sizes
 from ft_wrapper.protocol.housekeeping import note_wanted
 from ft_wrapper.protocol.membership import Membership
-from ft_wrapper.protocol.records import MemberRecord
+from ft_wrapper.protocol.records import Decision, Fault, Member, MemberRecord, View
 from ft_wrapper.rank_assignment import RankAssignment, RankAssignmentCtx, RankDiscarded
 from ft_wrapper.restart.loop import Left, Performer
 from ft_wrapper.restart.report import waiting_line
 from ft_wrapper.settings import Limits
 from ft_wrapper.state import Mode, State
-from ft_wrapper.store import Decision, Fault, Member, PrefixStore, View
+from ft_wrapper.store import PrefixStore
 from ft_wrapper.testing.clock import Task
 
 from .history import Facts

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from ft_wrapper.exception import TimeoutError
 from ft_wrapper.protocol import Agreement, keys
-from ft_wrapper.protocol.records import DONE, FAULT
-from ft_wrapper.store import Decision, Head, Member
+from ft_wrapper.protocol.records import DONE, FAULT, Decision, Head, Member
 
 from .history import HARMLESS, LONGEST_LOOK, SLACK, History, Violation, names
 

@@ -14,10 +14,11 @@ from ft_wrapper.attribution import Interruption
 from ft_wrapper.exception import StoreError
 from ft_wrapper.protocol import Agreement
 from ft_wrapper.protocol.deaths import holders, report_lost
+from ft_wrapper.protocol.records import Fault
 from ft_wrapper.rank_assignment import RankAssignment
 from ft_wrapper.restart.loop import RestartLoop
 from ft_wrapper.state import State
-from ft_wrapper.store import Fault, StoreMixin
+from ft_wrapper.store import StoreMixin
 from ft_wrapper.testing.clock import Task, describe, shorter
 from ft_wrapper.testing.fake_store import FakeStore
 from ft_wrapper.testing.scheduler import Deadlock, Policy, Scheduler, TooLong

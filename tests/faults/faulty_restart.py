@@ -20,8 +20,9 @@ from ft_wrapper.initialize import Initialize
 from ft_wrapper.monitor import rank_monitor
 from ft_wrapper.protocol import membership, operations
 from ft_wrapper.protocol.global_iteration import GlobalIteration
+from ft_wrapper.protocol.records import View
 from ft_wrapper.rank_assignment import MaxActiveWorldSize, RankAssignment, RankAssignmentCtx, ShiftRanks
-from ft_wrapper.store import TCPStore, View
+from ft_wrapper.store import TCPStore
 from ft_wrapper.testing.inject_fault import Fault, inject_fault
 
 OPERATIONS = (

@@ -16,9 +16,9 @@ from ft_wrapper.exception import StoreError
 from ft_wrapper.monitor.heart import Heart, HeartBeat
 from ft_wrapper.protocol import Agreement, keys
 from ft_wrapper.protocol.operations import Beat, Step
-from ft_wrapper.protocol.records import MemberRecord
+from ft_wrapper.protocol.records import Member, MemberRecord, View
 from ft_wrapper.settings import Limits
-from ft_wrapper.store import Member, StoreMixin, View
+from ft_wrapper.store import StoreMixin
 from ft_wrapper.testing import FakeStore
 
 TIMEOUT = 60.0

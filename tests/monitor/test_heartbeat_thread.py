@@ -19,8 +19,9 @@ from ft_wrapper.monitor.rank_monitor import RankMonitor
 from ft_wrapper.protocol import Agreement
 from ft_wrapper.protocol.keys import BEFORE_FIRST
 from ft_wrapper.protocol.operations import Beat, Step
+from ft_wrapper.protocol.records import Member
 from ft_wrapper.settings import Limits
-from ft_wrapper.store import Member, StoreMixin
+from ft_wrapper.store import StoreMixin
 from ft_wrapper.testing import FakeStore
 
 MEMBER = Member(0, 0)

@@ -12,8 +12,8 @@ import pytest
 from ft_wrapper.monitor import rank_monitor
 from ft_wrapper.monitor.rank_monitor import Pauses, RankMonitor
 from ft_wrapper.monitor.shared_memory import Phase
+from ft_wrapper.protocol.records import Member
 from ft_wrapper.settings import Limits
-from ft_wrapper.store import Member
 from ft_wrapper.testing import FakeStore
 
 SETTINGS = Limits(

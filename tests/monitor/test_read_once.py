@@ -12,8 +12,8 @@ from unittest import mock
 from ft_wrapper.agent.rank_metrics import RankMetrics
 from ft_wrapper.monitor.rank_monitor import RankMonitor
 from ft_wrapper.monitor.shared_memory import _NO_STEP, Phase, RankMemory
+from ft_wrapper.protocol.records import Member
 from ft_wrapper.settings import Limits
-from ft_wrapper.store import Member
 from ft_wrapper.testing import FakeStore
 
 NOW = time.monotonic()

@@ -18,10 +18,9 @@ from ft_wrapper.protocol.joining import Entry, Joining
 from ft_wrapper.protocol.neighbours import NeighbourWatch
 from ft_wrapper.protocol.operations import Append, Operations, ReadLog, Step, read
 from ft_wrapper.protocol.proposal import Candidates, Evidence, candidates
-from ft_wrapper.protocol.records import DONE, FAULT, roster_to_json
+from ft_wrapper.protocol.records import DONE, FAULT, Decision, Fault, Head, Member, View, roster_to_json
 from ft_wrapper.protocol.silence import HeartbeatObserver, Heartbeats
 from ft_wrapper.settings import Limits
-from ft_wrapper.store import Decision, Fault, Head, Member, View
 from ft_wrapper.testing import Scheduler
 from ft_wrapper.testing.scheduler import Policy
 from tests.explorer.scenario import Connect, Disturbance, Scenario

@@ -14,17 +14,8 @@ from ft_wrapper.protocol import Agreement, keys
 from ft_wrapper.protocol.deaths import report_lost
 from ft_wrapper.protocol.entering import Entered
 from ft_wrapper.protocol.operations import Append
-from ft_wrapper.protocol.records import DONE, FAULT, View, roster_from_json
-from ft_wrapper.store import (
-    BarrierOverflow,
-    BarrierTimeout,
-    Decision,
-    Fault,
-    Head,
-    Member,
-    PrefixStore,
-    StoreMixin,
-)
+from ft_wrapper.protocol.records import DONE, FAULT, Decision, Fault, Head, Member, View, roster_from_json
+from ft_wrapper.store import BarrierOverflow, BarrierTimeout, PrefixStore, StoreMixin
 from ft_wrapper.testing import FakeStore, Scheduler
 
 SHORT = timedelta(seconds=10)

@@ -13,7 +13,8 @@ from store_helpers import Background
 from ft_wrapper.protocol import Agreement
 from ft_wrapper.protocol.housekeeping import past_keys
 from ft_wrapper.protocol.operations import Delete
-from ft_wrapper.store import Member, StoreMixin, View
+from ft_wrapper.protocol.records import Member, View
+from ft_wrapper.store import StoreMixin
 from ft_wrapper.testing import Clock, FakeStore
 from ft_wrapper.testing.clock import Waiter
 

@@ -18,8 +18,8 @@ from torch.distributed import DistNetworkError
 
 from ft_wrapper.exception import RestartError, StoreError, TimeoutError
 from ft_wrapper.protocol import Agreement, keys
-from ft_wrapper.protocol.records import DONE, FAULT
-from ft_wrapper.store import Member, PrefixStore, StoreMixin
+from ft_wrapper.protocol.records import DONE, FAULT, Member
+from ft_wrapper.store import PrefixStore, StoreMixin
 from ft_wrapper.testing import FakeStore, Scheduler, Task
 
 WORLD_SIZE = 4

@@ -8,8 +8,7 @@ from store_jobs import formed
 from ft_wrapper.exception import StoreError
 from ft_wrapper.protocol import Agreement, keys
 from ft_wrapper.protocol.operations import Append
-from ft_wrapper.protocol.records import FOR_GOOD, SameFault
-from ft_wrapper.store import Decision, Member, View
+from ft_wrapper.protocol.records import FOR_GOOD, Decision, Member, SameFault, View
 from ft_wrapper.testing import FakeStore
 
 HERE, THERE = "ValueError at train.py:4 in step", "KeyError at <string>:1 in f g"

@@ -15,11 +15,12 @@ from store_helpers import Background
 from ft_wrapper.exception import StoreError
 from ft_wrapper.protocol import Agreement, keys
 from ft_wrapper.protocol.operations import LAPSED, Beat, beats
+from ft_wrapper.protocol.records import Member
 from ft_wrapper.protocol.silence import CounterObserver, HeartbeatObserver, beat_lasts
 from ft_wrapper.rendezvous.presence import NodeWatch
 from ft_wrapper.rendezvous.record import Node, Record, RoundPolicy, Seat
 from ft_wrapper.rendezvous.register import alive_key
-from ft_wrapper.store import EtcdStore, Member, PrefixStore
+from ft_wrapper.store import EtcdStore, PrefixStore
 from ft_wrapper.store.etcd_messages import Span
 from ft_wrapper.store.etcd_watch import Watch
 from ft_wrapper.testing import EtcdServer, FakeStore

@@ -7,9 +7,9 @@ from torch.distributed import DistStoreError
 
 from ft_wrapper.exception import StoreError
 from ft_wrapper.protocol import Agreement, keys
-from ft_wrapper.protocol.records import MemberRecord
+from ft_wrapper.protocol.records import Member, MemberRecord
 from ft_wrapper.protocol.silence import HeartbeatObserver
-from ft_wrapper.store import EtcdStore, Member, StoreMixin
+from ft_wrapper.store import EtcdStore, StoreMixin
 from ft_wrapper.testing import Clock, FakeStore
 
 TIMEOUT = 10.0

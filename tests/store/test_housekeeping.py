@@ -18,7 +18,8 @@ from ft_wrapper.protocol.housekeeping import (
     note_wanted,
 )
 from ft_wrapper.protocol.operations import Delete, Step, read
-from ft_wrapper.store import EtcdStore, Member, StoreMixin
+from ft_wrapper.protocol.records import Member
+from ft_wrapper.store import EtcdStore, StoreMixin
 from ft_wrapper.testing import Clock
 
 

@@ -13,10 +13,10 @@ from ft_wrapper.exception import StoreError, TimeoutError
 from ft_wrapper.protocol import Agreement, keys
 from ft_wrapper.protocol.joining import Entry
 from ft_wrapper.protocol.membership import Membership
-from ft_wrapper.protocol.records import DONE, FAULT, Decision
+from ft_wrapper.protocol.records import DONE, FAULT, Decision, Member, View
 from ft_wrapper.rank_assignment import RankDiscarded
 from ft_wrapper.settings import Limits, OnJoin
-from ft_wrapper.store import Member, StoreMixin, View
+from ft_wrapper.store import StoreMixin
 from ft_wrapper.testing import FakeStore
 
 LIMITS = Limits(

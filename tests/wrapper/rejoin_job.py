@@ -18,7 +18,8 @@ from ft_wrapper import CallWrapper, FrozenState, Wrapper
 from ft_wrapper.initialize import Initialize
 from ft_wrapper.protocol import Agreement, keys
 from ft_wrapper.protocol.global_iteration import GlobalIteration
-from ft_wrapper.store import EtcdStore, Member, StoreMixin, View
+from ft_wrapper.protocol.records import Member, View
+from ft_wrapper.store import EtcdStore, StoreMixin
 
 MAY_BE_LATE = 4
 """So many keys of a past iteration may be written when that has been cleaned up; it has more than ten."""
