@@ -102,3 +102,27 @@ def replace_broken_streams() -> None:
                 name,
                 os.getpid(),
             )
+
+
+def raise_file_limit() -> None:
+    """Lets this process open as many files as it may.
+
+    Each connection to a server is a file, and by default a process may have 1,024 of them. Processes that are
+    forked from this one get the limit back that it had: a program that calls ``select`` relies on getting no
+    descriptor above 1,023. Those that it starts in another way inherit the raised one.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == hard:
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (ValueError, OSError) as error:
+        log.warning("the limit of open files stays at %d: %s", soft, error)
+    else:
+        os.register_at_fork(after_in_child=lambda: _lower_file_limit(soft))
+
+
+def _lower_file_limit(soft: int) -> None:
+    """In a process just forked; must not fail."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, hard), hard))

@@ -17,14 +17,13 @@ from multiprocessing import connection
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 
 from .. import events
-from .._files import check_open_files
+from .._files import check_open_files, raise_file_limit
 from .._text import without_secrets
 from ..monitor.identity import PROCESS_ENV, mark
 from ..monitor.service import MonitorService
 from ..monitor.signals import caught
 from ..protocol.keys import HEAD
 from ..store.secret import AGENT_ENV, announce, warn_if_open
-from ..store.tcp_server import raise_file_limit
 from . import ranks
 from .group import Group
 from .nodes import End, Nodes, Round

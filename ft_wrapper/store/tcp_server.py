@@ -2,8 +2,6 @@
 
 import errno
 import logging
-import os
-import resource
 import socket
 from datetime import timedelta
 from typing import Any
@@ -12,7 +10,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore as TorchTCPStore
 from torch.torch_version import TorchVersion
 
-from .._files import check_open_files, quiet_torch
+from .._files import check_open_files, quiet_torch, raise_file_limit
 from ..exception import StoreError
 from .address import host_port, listening_address
 from .held import DEFAULT_TIMEOUT
@@ -107,27 +105,3 @@ def serve(host_name: str, port: int, timeout: timedelta) -> TorchTCPStore:
         # Its own client takes no way that may lead elsewhere: it would wait, and ignore all that ends a wait.
         own = host_name if address[0] else {socket.AF_INET6: "::1"}.get(family, "127.0.0.1")
         return TorchTCPStore(own, port, **options, use_libuv=SERVER_IS_LIBUV)
-
-
-def raise_file_limit() -> None:
-    """Lets this process open as many files as it may.
-
-    Each connection to a server is a file, and by default a process may have 1,024 of them. Processes that are
-    forked from this one get the limit back that it had: a program that calls ``select`` relies on getting no
-    descriptor above 1,023. Those that it starts in another way inherit the raised one.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == hard:
-        return
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    except (ValueError, OSError) as error:
-        log.warning("the limit of open files stays at %d: %s", soft, error)
-    else:
-        os.register_at_fork(after_in_child=lambda: _lower_file_limit(soft))
-
-
-def _lower_file_limit(soft: int) -> None:
-    """In a process just forked; must not fail."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, hard), hard))
