@@ -1,4 +1,4 @@
-"""What a store must be able to do: torch's operations, and steps that are made of them or better done."""
+"""What the protocol asks of a store: steps, which a store makes of torch's operations or in a better way."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Addresses as text: of hosts and ports, of a TCPStore, of keys in etcd; and how this host is reached.
+"""Addresses: of hosts, of a TCPStore, of keys in etcd.
 
 An address of keys in etcd never holds a password. The user and the files for TLS come from where ``etcdctl``
 takes them: ``ETCDCTL_USER``, ``ETCDCTL_PASSWORD``, ``ETCDCTL_CACERT``, ``ETCDCTL_CERT`` and ``ETCDCTL_KEY``.

@@ -1,4 +1,4 @@
-"""What every store offers beside torch's operations; and the stores that hold another one, with the keys."""
+"""What every store makes of torch's operations; the stores that hold another one."""
 
 import secrets
 import time
@@ -169,34 +169,35 @@ class StoreMixin(Barriers, ByHand):
 
     def _perform(self, steps: Sequence[Step]) -> list[str | None]:
         """Carries out steps, which are sealed, by torch's operations."""
-        prefix, is_ours, given = self.namespace, self.seal is None, list[str | None]()
+        prefix, is_ours = self.namespace, self.seal is None
+        given: list[str | None] = []
         for step in steps:
             held: str | None = None
             match step:
                 case operations.Read(key):
                     held = self._read(key)
-                case operations.ReadLog(key):
-                    held = (self._read(key) or "").removesuffix("\n")
-                case operations.Claim(key, desired):
-                    held = to_text(self._call("compare_set", prefix + key, "", desired), key, is_ours)
-                case operations.Move(key, expected, desired):
-                    was = self._call("compare_set", prefix + key, encoded(expected), desired)
-                    held = to_text(was, key, is_ours)
-                case operations.Beats(key):
-                    held = str(self._call("add", prefix + key, 0))
-                case operations.Count(key):
-                    held = str(self._call("add", prefix + key, 1))
-                case operations.Beat(key):
-                    self._call("add", prefix + key, 1)
                 case operations.Append(key, entry):
                     self._call("append", prefix + key, entry + "\n")
-                case operations.Wake(key, value):
-                    self._call("set", prefix + key, value)
                 case operations.Write(values) if len(values) > 1:
                     self._call("multi_set", [prefix + key for key in values], [*values.values()])
                 case operations.Write(values):
                     for key, value in values.items():
                         self._call("set", prefix + key, value)
+                case operations.Wake(key, value):
+                    self._call("set", prefix + key, value)
+                case operations.Claim(key, desired):
+                    held = to_text(self._call("compare_set", prefix + key, "", desired), key, is_ours)
+                case operations.Move(key, expected, desired):
+                    was = self._call("compare_set", prefix + key, encoded(expected), desired)
+                    held = to_text(was, key, is_ours)
+                case operations.ReadLog(key):
+                    held = (self._read(key) or "").removesuffix("\n")
+                case operations.Count(key):
+                    held = str(self._call("add", prefix + key, 1))
+                case operations.Beat(key):
+                    self._call("add", prefix + key, 1)
+                case operations.Beats(key):
+                    held = str(self._call("add", prefix + key, 0))
                 case operations.Delete(keys):
                     for key in keys:
                         self._call("delete_key", prefix + key)

@@ -1,4 +1,4 @@
-"""A store's host that loses its power: the kernel ends the connections to it, and so the calls on them.
+"""A store's host that loses its power: the kernel ends the calls on connections to it.
 
 No FIN comes then, and no RST. torch's client reads without a timeout, so a call would be out for as long as
 the kernel sends again: 15 minutes, and for ever in a call that waits. A host that lives acknowledges what it

@@ -1,4 +1,4 @@
-"""Which store a job uses, and who hosts it: never a training process, so that any rank may die."""
+"""Which store a job uses, by whom it is hosted: never by a training process, so that any rank may die."""
 
 import dataclasses
 import functools

@@ -33,7 +33,7 @@ _ASKED, _TIMEOUT = 64, 10.0  # agents, at most; seconds: each answers at once
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 _CREDENTIALS = struct.Struct("3i")
 _known: list[bytes | None] = []  # empty until it is known
-_told: list[str] = []
+_warned: list[str] = []
 
 
 def use(secret: bytes | None) -> None:
@@ -138,8 +138,8 @@ def announce(store: StoreMixin, agent: str, record: str) -> None:
 
 def warn_if_open(store: str) -> None:
     """Says, once, what others can do where the job has no secret."""
-    if job_secret() is None and not _told:
-        _told.append(store)
+    if job_secret() is None and not _warned:
+        _warned.append(store)
         log.warning(
             "the store at %s is open: others who can connect to it can end this job, or take part in it; set "
             "%s on all nodes, or give ftrun --job-secret-file (SECURITY.md)",
@@ -179,9 +179,9 @@ def _ask(agent: str) -> bytes | None:
 def _warn(store: str, key: str) -> None:
     """Names the first key; with the others, and in each client, it would say the same."""
     log.log(
-        logging.DEBUG if store in _told else logging.ERROR,
+        logging.DEBUG if store in _warned else logging.ERROR,
         "store %s: key %s was not written with this job's secret: ignored. Somebody else writes there, or a "
         "node has another secret (SECURITY.md)",
         *(store, key),
     )
-    _told.append(store)
+    _warned.append(store)

@@ -98,10 +98,9 @@ class TCPStore(HoldingStore):
         try:
             for attempt in self._retrying().copy(reraise=True):
                 with attempt:
-                    client, self._life = self._open(timeout, attempt.retry_state)
+                    self._store, self._life = self._open(timeout, attempt.retry_state)
         except DistError as error:
             raise StoreError(f"no TCPStore answers at {self._where}: {error}") from error
-        super().__init__(client, namespace)
         self.place = f"{self.port}/{namespace}"
         self.seal = seal_of(self.place)
 

@@ -27,7 +27,7 @@ OWN = b"a secret of the job's own"
 def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test is a process that does not know of any secret."""
     monkeypatch.setattr(secret, "_known", [])
-    monkeypatch.setattr(secret, "_told", [])
+    monkeypatch.setattr(secret, "_warned", [])
     monkeypatch.delenv(secret.AGENT_ENV, raising=False)
     monkeypatch.delenv(secret.SECRET_ENV, raising=False)
 
