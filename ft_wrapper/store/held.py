@@ -61,10 +61,10 @@ class StoreMixin(Barriers, ByHand):
 
     def _call(self, name: str, *args: Any) -> Any:
         """Calls one of torch's operations: this store's own, on keys with the namespace in front."""
-        own = getattr(type(self), name)
-        if own is getattr(StoreMixin, name):
+        own = getattr(self, name)
+        if getattr(own, "__func__", own) is getattr(StoreMixin, name):
             raise NotImplementedError(f"{type(self).__name__} has no {name}")
-        return own(self, *args)
+        return own(*args)
 
     def set(self, key: str, value: str | bytes) -> None:
         """Writes a key and wakes those who wait for it."""
@@ -113,7 +113,7 @@ class StoreMixin(Barriers, ByHand):
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Sets the timeout of operations that wait."""
-        self._call("set_timeout", timeout)
+        raise NotImplementedError
 
     @property
     def timeout(self) -> timedelta:
@@ -241,6 +241,9 @@ class HoldingStore(StoreMixin):
     def list_keys(self) -> list[str]:
         # An older torch cannot tell.
         return super().list_keys() if hasattr(self._store, "list_keys") else []
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._store.set_timeout(timeout)
 
     @property
     def timeout(self) -> timedelta:

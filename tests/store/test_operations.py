@@ -12,7 +12,7 @@ from store_helpers import Background
 from torch.distributed import DistStoreError
 
 from ft_wrapper.protocol import Agreement
-from ft_wrapper.protocol.operations import Append, read, read_log
+from ft_wrapper.protocol.operations import Append, Write, read, read_log
 from ft_wrapper.store import FileStore, PrefixStore, StoreMixin
 from ft_wrapper.testing import FakeStore
 
@@ -215,6 +215,19 @@ def test_prefix_store_is_torchs_and_keeps_iterations_apart() -> None:
     seen_by_torch = torch.distributed.PrefixStore("x", two)
     seen_by_torch.set("k", "2")
     assert next(key for key, value in store.snapshot().items() if value == b"2").endswith("user/2/x/k")
+
+
+def test_what_a_store_of_ones_own_lacks_is_named() -> None:
+    class Lacking(StoreMixin):
+        def append(self, key: str, value: str | bytes) -> None:
+            self.appended = key, value
+
+    store = Lacking()
+    store.execute([Append("log", "x")])
+    assert store.appended == ("log", "x\n")
+    for lacks in (lambda: store.set("k", "v"), lambda: store.execute([Write({"k": "v"})])):
+        with pytest.raises(NotImplementedError, match="Lacking has no set"):
+            lacks()
 
 
 def test_prefix_store_is_over_with_its_iteration(job_store: StoreMixin) -> None:

@@ -71,6 +71,17 @@ def test_nothing_written_before_a_cut_is_lost(proxy: Proxy) -> None:
     store.close()
 
 
+def test_a_timeout_that_is_set_is_no_answer(proxy: Proxy) -> None:
+    """The client does so without the server, which may not have carried out yet what came before."""
+    store = TCPStore("localhost", proxy.port, timeout=LONG)
+    store.check(["k"])
+    proxy.cut()
+    store.set("k", "v")
+    store.set_timeout(SHORT)
+    assert store.check(["k"])
+    store.close()
+
+
 def test_wait_survives_a_cut(proxy: Proxy) -> None:
     store = TCPStore("localhost", proxy.port, timeout=LONG)
     waiter = store.clone()
