@@ -107,10 +107,10 @@ class EtcdStore(Store, StoreMixin):
         """A clone with other keys: they have this in front of them, behind the namespace of this store."""
         other = EtcdStore.__new__(EtcdStore)
         Store.__init__(other)
-        other.__dict__.update(self.__dict__)
         other.set_timeout(self.timeout)
+        other.patience, other._etcd, other.membership = self.patience, self._etcd, self.membership
         other._keys, other.place = self._keys.within(namespace), self.place + namespace
-        other.seal = seal_of(other.place)
+        other.seal, other.is_private = seal_of(other.place), self.is_private
         other._origin = self._origin or self  # which keeps the lease alive
         return other
 
