@@ -172,13 +172,13 @@ class FtNodes(Nodes):
             return True
         presence = handler.begin()
 
-        def keep_out(why: str) -> None:
-            presence.keep_out(why)
+        def quarantine(why: str) -> None:
+            presence.quarantine(why)
             if agents is not None:
                 with contextlib.suppress(DistError):
                     agents.set(ends.done(presence.node), "kept out")  # the exit barrier does not wait for it
 
-        return await_pass(self._check, f"node {presence.node}", keep_out, presence.stay_out)
+        return await_pass(self._check, f"node {presence.node}", quarantine, presence.wait_in_quarantine)
 
     def _switch_to_rank(self, handler: FtRendezvousHandler, where: Round) -> None:
         """Waits, in a thread, until the ranks have formed a job: then failed ones are replaced one by one."""

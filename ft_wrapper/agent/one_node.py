@@ -101,7 +101,7 @@ class OneNode(Nodes):
         register = Register(store, Record(1, 1))
         waker = Register(store.clone(), Record(1, 1))
         announce_endpoint(store, record.round, address)
-        first, _ = register.replace(register.read(), record)
+        first = register.change(lambda _: record)
         term, over = self.inbox.term, threading.Event()
 
         def wait() -> None:
@@ -123,9 +123,7 @@ class OneNode(Nodes):
             # The thread is woken first: torch's client would print how it has lost the server.
             over.set()
             with contextlib.closing(waker.store), contextlib.suppress(StoreError, DistError, RendezvousError):
-                snapshot, won = waker.read(), False
-                while not won:
-                    snapshot, won = waker.replace(snapshot, snapshot.record)
+                waker.touch()
                 thread.join(_END_TIMEOUT)
 
         self._of_round.callback(end)

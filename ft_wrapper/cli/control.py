@@ -96,14 +96,7 @@ class Job:
                 f"no node of ftrun meets others at {self._endpoint}; give the --rdzv-endpoint of the job, or "
                 "on one node what ftrun says at the start"
             )
-        register = Register(self._store, self._record)
-        snapshot, won = register.read(), False
-        while not won:
-            after = change(snapshot.record)
-            if after == snapshot.record:
-                return after
-            snapshot, won = register.replace(snapshot, after)
-        return snapshot.record
+        return Register(self._store, self._record).change(change).record
 
 
 def drain(endpoint: str, target: str, within: float, why: str) -> str:

@@ -21,7 +21,7 @@ from ..protocol import Agreement, keys
 from ..protocol.operations import Operations, read
 from ..protocol.records import FAULT
 from ..rendezvous.backends import RENDEZVOUS, workers_namespace
-from ..rendezvous.kept_out import KeptOut, read_all
+from ..rendezvous.quarantine import Quarantine, QuarantinedNode
 from ..rendezvous.record import Node, Place, Record
 from ..rendezvous.register import RECORD_KEY, endpoint_key, version_key
 from ..report import table
@@ -277,9 +277,9 @@ def watch(
         store.hear(keys.wake_end(n) if status.state == RUNNING else keys.wake_head(n + 1), longest)
 
 
-def _nodes(record: Record, kept_out: Sequence[KeptOut] = ()) -> tuple[NodeStatus, ...]:
+def _nodes(record: Record, quarantine: Sequence[QuarantinedNode] = ()) -> tuple[NodeStatus, ...]:
     found = []
-    outside = {one.node.id: _outside(one) for one in kept_out if _is_outside(record, one.node)}
+    outside = {one.node.id: _outside(one) for one in quarantine if _is_outside(record, one.node)}
     for seat in record.seats:
         rank = seat.group_rank if record.complete else None
         slots = (seat.base_slot, seat.base_slot + seat.nproc - 1) if record.complete else None
@@ -302,7 +302,7 @@ def _is_outside(record: Record, node: Node) -> bool:
     return inside is None or inside.incarnation < node.incarnation
 
 
-def _outside(one: KeptOut) -> NodeStatus:
+def _outside(one: QuarantinedNode) -> NodeStatus:
     node = one.node
     return NodeStatus(node.id, KEPT_OUT, None, None, node.incarnation, node.address, one.reason, one.since)
 
@@ -376,7 +376,7 @@ def _follow(endpoint: str, longest: float, opened: contextlib.ExitStack) -> Iter
     status: Status | None = None
     watched: int | None = None  # the last round whose ranks' store was read to its end
     while True:
-        record, outside = read_record(store), read_all(store)
+        record, outside = read_record(store), Quarantine(store).nodes()
         if record is None and not outside:
             # No nodes met there: the ranks agree at the endpoint itself, as they do under any other launcher.
             yield from watch(store if meeting == endpoint else open_store(endpoint, opened), longest)
@@ -407,7 +407,7 @@ def _follow(endpoint: str, longest: float, opened: contextlib.ExitStack) -> Iter
 def _nodes_in(store: StoreMixin, number: int) -> NodesSeen | None:
     """The nodes, as long as they are in this round, and whether the job has ended; None after that."""
     record = read_record(store) or Record(1, 1)
-    return (_nodes(record, read_all(store)), record.closed) if record.round == number else None
+    return (_nodes(record, Quarantine(store).nodes()), record.closed) if record.round == number else None
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from torch.distributed import DistError
@@ -14,10 +14,11 @@ from torch.distributed.elastic import rendezvous as elastic
 from ..exception import StoreError
 from ..protocol.operations import Beat, Operations, beats, read, write_text
 from ..protocol.silence import CounterObserver, beat_lasts
-from . import kept_out, moves, operations
+from . import moves, operations
 from .operations import Action, Announced, Context
+from .quarantine import Quarantine
 from .record import Admission, Node, Place, Record, Seat, differences, digest
-from .register import Board, Register, Snapshot, alive_key, call_back, process_key
+from .register import Register, Snapshot, alive_key, process_key
 from .settings import Settings
 
 log = logging.getLogger(__name__)
@@ -26,7 +27,6 @@ log = logging.getLogger(__name__)
 REFRESH = 60.0
 
 Operation = Callable[[Context], Action]
-OnUnseated = Callable[[tuple[Seat, ...]], None]
 
 
 class Executor:
@@ -35,34 +35,21 @@ class Executor:
     Args:
         node: whose operations.
         register: the record, through a client that no one else uses.
-        board: the newest record, where it waits for changes.
         settings: timeouts and options.
-        on_unseated: told the seats that this node took from silent nodes; only the node that won is told.
 
     Attributes:
         was_spare: whether the node was a spare at any time of the last `join`.
     """
 
-    def __init__(
-        self,
-        node: Node,
-        register: Register,
-        board: Board,
-        settings: Settings,
-        on_unseated: OnUnseated | None = None,
-    ) -> None:
+    def __init__(self, node: Node, register: Register, settings: Settings) -> None:
         self.node = node
         self.store = register.store
-        self._register = register
-        self._board = board
+        self.register = register
         self._settings = settings
         self._options = settings.options()
         self._beat_lasts = beat_lasts(settings.keep_alive_timeout, settings.keep_alive_interval)
-        self._on_unseated = on_unseated
         self.was_spare = False
         self._announced: Announced | None = None
-        self._leaving: int | None = None
-        self._closing = ("", "")
 
     # Operations ------------------------------------------------------------------------------------------
 
@@ -81,11 +68,7 @@ class Executor:
             RendezvousTimeoutError: not enough nodes joined; says how many of how many, and which.
             RendezvousError: the options differ from those of the others, or another agent has this node's id.
         """
-        self._leaving = leaving
-        try:
-            return self._run(operations.join, self._settings.join_timeout)
-        finally:
-            self._leaving = None
+        return self._run(operations.join, self._settings.join_timeout, leaving)
 
     def exit(self) -> Snapshot:
         """Gives up the place that this node has or is about to get."""
@@ -93,28 +76,15 @@ class Executor:
 
     def close(self, reason: str = "", result: str = "") -> Snapshot:
         """Closes the rendezvous for all nodes; see `Record` for why and how."""
-        self._closing = (reason, result)
-        return self._run(operations.close, self._settings.close_timeout)
+        return self.register.change(lambda record: moves.close(record, reason, result))
 
     def keep_alive(self) -> None:
         """Sends a heartbeat."""
         self.store.execute([Beat(alive_key(self.node.name), self._beat_lasts)])
 
-    def change(self, change: Callable[[Record], Record]) -> Snapshot:
-        """Makes a change; asks for it again with each newer record until it is written or changes nothing."""
-        snapshot = self.look()
-        while True:
-            after = change(snapshot.record)
-            if after == snapshot.record:
-                return snapshot
-            snapshot, won = self._replace(snapshot, after)
-            if won:
-                return snapshot
-
-    def expel(self, silent: Iterable[Node]) -> tuple[Seat, ...]:
+    def expel(self, silent: Collection[Node]) -> tuple[Seat, ...]:
         """Takes silent nodes out, if this one may (`moves.may_unseat`); returns the seats that they lost."""
         lost: tuple[Seat, ...] = ()
-        silent = list(silent)
 
         def without(record: Record) -> Record:
             nonlocal lost
@@ -124,40 +94,24 @@ class Executor:
             after, lost = moves.remove(record, [node for node in silent if record.place_of(node) is not None])
             return after
 
-        self.change(without)
+        self.register.change(without)
         if lost:
-            call_back("on_unseated", self._on_unseated, lost)
+            self.register.board.on_unseated(lost)
         return lost
 
-    def touch(self) -> None:
-        """Makes a new version of the record with nothing else changed, which wakes all that wait for one."""
-        snapshot, won = self.look(), False
-        while not won:
-            snapshot, won = self._replace(snapshot, snapshot.record)
-
-    def look(self) -> Snapshot:
-        """The newest record that is known; read only if none is."""
-        known = self._board.latest()
-        return self.refresh() if known is None else known
-
-    def refresh(self) -> Snapshot:
-        """Reads the record."""
-        snapshot = self._register.read()
-        self._board.learn(snapshot)
-        return snapshot
-
-    def sweep(self) -> Snapshot:
+    def sweep(self) -> None:
         """Does what a node that died may have left undone.
 
         That is a wake-up after a change, or taking the log into the record: as long as a node is in the log
         only, no node watches it.
         """
-        snapshot = self.refresh()
-        self._register.pass_on(snapshot)
+        snapshot = self.register.read()
+        self.register.pass_on(snapshot)
         if snapshot.record.closed or snapshot.record.place_of(self.node) is None:
-            return snapshot
-        after = moves.fold(snapshot.record, self._register.admissions(snapshot.record.epoch))
-        return snapshot if after == snapshot.record else self._replace(snapshot, after)[0]
+            return
+        after = moves.fold(snapshot.record, self.register.admissions(snapshot.record.epoch))
+        if after != snapshot.record:
+            self.register.replace(snapshot, after)
 
     def check(self, record: Record) -> None:
         """Raises RendezvousError if this node does not belong to this record."""
@@ -176,108 +130,92 @@ class Executor:
 
     # Running ---------------------------------------------------------------------------------------------
 
-    def _run(self, operation: Operation, timeout: float) -> Snapshot:
-        now = self.store.now
-        deadline = now() + timeout
-        enough: tuple[int, float] | None = None
-        was_spare = self.was_spare = False
-        snapshot = self.look()
+    def _run(self, operation: Operation, timeout: float, leaving: int | None = None) -> Snapshot:
+        began, snapshot = self.store.now(), self.register.latest()
+        context = Context(
+            self.node,
+            snapshot.record,
+            began,
+            began + timeout,
+            leaving,
+            last_call=self._settings.last_call_timeout,
+            patience=self._settings.patience,
+        )
+        self.was_spare = False
         while True:
             record = snapshot.record
             if operation is operations.join:
                 self.check(record)
-            context = self._context(record, now(), deadline)
-            is_spare = context.place is Place.SPARE
-            if was_spare and not is_spare:
-                deadline = now() + timeout  # its turn begins only now
-            if is_spare and not was_spare:
+            context = self._next(context, record, timeout)
+            if context.place is Place.SPARE and not self.was_spare:
+                self.was_spare = True
                 who = (self._settings.run_id, self.node)
                 log.info("%s: node %s is a spare: there is no seat for it now", *who)
-            was_spare = is_spare
-            self.was_spare |= is_spare
-            if not context.has_enough:
-                enough = None
-            elif enough is None or enough[0] != record.round:
-                enough = (record.round, now())
-            since = None if enough is None else enough[1]
-            context = dataclasses.replace(context, deadline=deadline, enough_since=since)
             action = operation(context)
             if action is Action.FINISH:
                 return snapshot
             if action is Action.ERROR_CLOSED:
-                raise self._closed(record, was_spare)
+                raise self._closed(record, context.place is Place.SPARE)
             if action is Action.ERROR_TIMEOUT:
                 raise self._timed_out(record, timeout)
             if action is Action.SYNC:
                 snapshot = self._wait(snapshot, context)
             else:
                 log.debug("%s: %s: %s", self._settings.run_id, self.node, action.value)
-                snapshot = self._act(action, snapshot, context.is_announced)
+                snapshot = self._act(action, snapshot, context)
 
-    def _context(self, record: Record, now: float, deadline: float) -> Context:
-        limits = {"last_call": self._settings.last_call_timeout, "patience": self._settings.patience}
-        return Context(self.node, record, now, deadline, self._leaving, self._announced, **limits)
+    def _next(self, before: Context, record: Record, timeout: float) -> Context:
+        """The context of the next action, with a record that may be newer."""
+        now = self.store.now()
+        context = dataclasses.replace(before, record=record, now=now, announced=self._announced)
+        if before.place is Place.SPARE and context.place is not Place.SPARE:
+            context = dataclasses.replace(context, deadline=now + timeout)  # its turn begins only now
+        if not context.has_enough:
+            return dataclasses.replace(context, enough_since=None)
+        if before.enough_since is None or before.record.round != record.round:
+            return dataclasses.replace(context, enough_since=now)
+        return context
 
     def _wait(self, snapshot: Snapshot, context: Context) -> Snapshot:
         seconds = context.next_timer - context.now
-        newer = self._board.wait(snapshot.record.version, min(seconds, REFRESH))
+        newer = self.register.board.wait(snapshot.record.version, min(seconds, REFRESH))
         if newer is not None:
             return newer
-        return self.refresh() if seconds >= REFRESH else snapshot
+        return self.register.read() if seconds >= REFRESH else snapshot
 
-    def _act(self, action: Action, snapshot: Snapshot, announced: bool) -> Snapshot:
-        record = snapshot.record
-        if action is Action.MARK_RENDEZVOUS_COMPLETE:
-            return self._fold(snapshot, moves.complete)
-        if action in operations.REMOVAL.values():
-            return self._leave(snapshot, announced)
-        if action is Action.MARK_RENDEZVOUS_CLOSED:
-            return self._replace(snapshot, moves.close(record, *self._closing))[0]
-        if announced:  # all others put this node into the record
-            return self._fold(snapshot, lambda record: record)
-        self._announce(record)
-        return self.look()
-
-    def _announce(self, record: Record) -> None:
-        if record.complete and record.place_of(self.node) is None:
-            # If it was taken out, its heart may not have noticed yet that the store is back.
-            self.keep_alive()
-        admission = Admission(self.node, self._leaving, digest(self._options))
-        # Noted before: a caller that is interrupted in between, and gives up, has an admission to take back.
-        self._announced = Announced(record.epoch, record.folded + 1, self.store.now())
-        number = self._register.announce(record.epoch, admission)
-        self._announced = Announced(record.epoch, number, self.store.now())
-
-    def _fold(self, snapshot: Snapshot, then: Callable[[Record], Record]) -> Snapshot:
-        """Takes the log into the record."""
-        record = snapshot.record
-        return self._put(snapshot, then(moves.fold(record, self._register.admissions(record.epoch))))
-
-    def _leave(self, snapshot: Snapshot, announced: bool) -> Snapshot:
-        def without(record: Record) -> Record:
-            return moves.remove(record, [self.node])[0]
-
-        if announced:  # its admission may not be in the record yet, and would get into it later
-            return self._fold(snapshot, without)
-        return self._put(snapshot, without(snapshot.record))
-
-    def _put(self, snapshot: Snapshot, after: Record) -> Snapshot:
-        """Writes the record, if it is another one than before; returns the newest."""
+    def _act(self, action: Action, snapshot: Snapshot, context: Context) -> Snapshot:
+        completes, removes = action is Action.MARK_RENDEZVOUS_COMPLETE, action in operations.REMOVAL.values()
+        if not (completes or removes or context.is_announced):
+            self._announce(context)
+            return self.register.latest()
+        after = snapshot.record
+        if completes or context.is_announced:  # else its admission would get into the record later
+            after = moves.fold(after, self.register.admissions(after.epoch))
+        if completes:
+            after = moves.complete(after)
+        if removes:
+            after, _ = moves.remove(after, [self.node])
         if after == snapshot.record:
             # Another node may have taken the log into the record since that was read, and deleted it.
-            newest = self.refresh()
+            newest = self.register.read()
             won = newest.text == snapshot.text
         else:
-            newest, won = self._replace(snapshot, after)
+            newest, won = self.register.replace(snapshot, after)
         # The log is in the record. If this node is not, it was taken out and has to join again.
-        if won and self._context(newest.record, 0.0, 0.0).place is None:
+        if won and dataclasses.replace(context, record=newest.record).place is None:
             self._announced = None
         return newest
 
-    def _replace(self, snapshot: Snapshot, after: Record) -> tuple[Snapshot, bool]:
-        newer, won = self._register.replace(snapshot, after)
-        self._board.learn(newer)
-        return newer, won
+    def _announce(self, context: Context) -> None:
+        record = context.record
+        if record.complete and record.place_of(self.node) is None:
+            # If it was taken out, its heart may not have noticed yet that the store is back.
+            self.keep_alive()
+        admission = Admission(self.node, context.leaving, digest(self._options))
+        # Noted before: a caller that is interrupted in between, and gives up, has an admission to take back.
+        self._announced = Announced(record.epoch, record.folded + 1, self.store.now())
+        number = self.register.announce(record.epoch, admission)
+        self._announced = Announced(record.epoch, number, self.store.now())
 
     # Errors ----------------------------------------------------------------------------------------------
 
@@ -300,13 +238,14 @@ class Executor:
         return elastic.RendezvousTimeoutError(
             f"{len(came)} of {_wanted(record)} nodes came to round {record.round} of the rendezvous "
             f"{self._settings.run_id!r} within {timeout:g} s: {', '.join(map(str, came))}"
-            f"{_missing(record, came)}{self._kept_out()}; see whether the others run, and reach this endpoint"
+            f"{_missing(record, came)}{self._quarantined()}; see whether the others run, and reach this "
+            "endpoint"
         )
 
-    def _kept_out(self) -> str:
-        """Names the nodes that were kept out, and why."""
+    def _quarantined(self) -> str:
+        """Names the nodes in quarantine, with the reasons."""
         with contextlib.suppress(StoreError, DistError):
-            found = [f"node {one.node} ({one.reason})" for one in kept_out.read_all(self.store)]
+            found = [f"node {one.node} ({one.reason})" for one in Quarantine(self.store).nodes()]
             return f"; kept out: {', '.join(found)}" if found else ""
         return ""
 

@@ -13,12 +13,24 @@ from torch.distributed.elastic import rendezvous as elastic
 from ..exception import StoreError
 from ..protocol.operations import Operations
 from ..store.bounded import in_background
-from . import drains, kept_out, moves, operations
+from . import drains, moves, operations
 from .backends import Backend, WorkerStores, make_backend
-from .executor import Executor, OnUnseated, await_predecessor
-from .presence import OnChange, Presence
+from .executor import Executor, await_predecessor
+from .presence import Presence
+from .quarantine import Quarantine
 from .record import Drain, Node, Record, RoundPolicy
-from .register import Board, Register, Snapshot, agents_prefix, goodbye_key, incarnations_key, store_errors
+from .register import (
+    Board,
+    OnChange,
+    OnLost,
+    OnUnseated,
+    Register,
+    Snapshot,
+    agents_prefix,
+    goodbye_key,
+    incarnations_key,
+    store_errors,
+)
 from .settings import ETCD_NAMES, Identity, Settings, new_node_id, parameters_from_url, read_parameters
 
 log = logging.getLogger(__name__)
@@ -38,11 +50,11 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
         settings: timeouts and options.
         identity: this node.
         backend: where the record is kept; the handler closes it.
-        on_unseated: told which seats this node has taken from silent nodes, right after it has. No other node
-            is told, and under the policy ``rank`` this is evidence of the death of all the silent node's
-            ranks. Called in the thread that sends the heartbeat.
-        on_change: told each new record. Called in the thread that waits for them.
-        on_lost: told, once, that the store is lost: no change will be seen any more. Called in the thread
+        on_unseated: notified of the seats that this node has taken from silent nodes, right after it has. No
+            other node is, and under the policy ``rank`` this is evidence of the death of all the silent
+            node's ranks. Called in the thread that sends the heartbeat.
+        on_change: notified of each new record. Called in the thread that waits for them.
+        on_lost: notified, once, that the store is lost: no change will be seen any more. Called in the thread
             that noticed.
 
     Attributes:
@@ -57,14 +69,12 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
         backend: Backend,
         on_unseated: OnUnseated | None = None,
         on_change: OnChange | None = None,
-        on_lost: Callable[[Exception], None] | None = None,
+        on_lost: OnLost | None = None,
     ) -> None:
         self.settings = settings
         self.identity = identity
-        self._on_unseated = on_unseated
-        self._on_change = on_change
         self._backend = backend
-        self._board = Board(on_lost)
+        self._board = Board(on_unseated, on_change, on_lost)
         self._initial = Record(
             settings.min_nodes, settings.max_nodes, settings.options(), hosted=backend.hosts_workers
         )
@@ -75,6 +85,8 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
         self._side: Executor | None = None
         self._side_lock = threading.Lock()
         self._opened = contextlib.ExitStack()
+        self._opened.callback(backend.close)
+        self._opened.callback(self._workers.close)
         self._ended = False
 
     # What torch asks for ---------------------------------------------------------------------------------
@@ -113,8 +125,8 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
             RendezvousError: the options differ from the others', or another agent has this node's id.
         """
         with store_errors():
-            presence = self._start()
-            presence.let_in()
+            presence = self.begin()
+            presence.release()
             while True:
                 leaving = None if self.joined is None else self.joined.round
                 record = self.joined = presence.executor.join(leaving).record
@@ -199,6 +211,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
 
     # What our agent asks for beside ------------------------------------------------------------------------
 
+    @store_errors()
     def begin(self) -> Presence:
         """Connects, and asks for no place yet; `next_rendezvous` does both. Again without harm.
 
@@ -209,8 +222,12 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
             RendezvousConnectionError: the store is lost.
             RendezvousError: the options differ from the others', or another agent has this node's id.
         """
-        with store_errors():
-            return self._start()
+        self._check()
+        if self._presence is None:
+            register = self._connect()
+            self.node = self._make_node(register)
+            self._presence = Presence(self.node, register, self._new_register, self.settings)
+        return self._presence
 
     @property
     def record(self) -> Record | None:
@@ -238,7 +255,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
         Raises:
             RendezvousConnectionError: the store is lost.
         """
-        return self._with_side(lambda side: side.refresh())
+        return self._with_side(lambda side: side.register.read())
 
     def wait_for_change(self, version: int, timeout: float) -> Record | None:
         """Waits until the record is newer than a version; None if that takes longer than ``timeout`` seconds.
@@ -255,7 +272,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
         Returns:
             Whether the policy is ``rank`` now. It is not while the nodes are on their way to the next round.
         """
-        return self._with_side(lambda side: side.change(moves.adopt_rank_policy)).policy is RoundPolicy.RANK
+        return self._change(moves.adopt_rank_policy).policy is RoundPolicy.RANK
 
     def drain(self, asked: Drain, slots: Collection[int], min_world_size: int) -> None:
         """Asks that ranks leave the job; for the arguments see `drains.why_not`.
@@ -264,8 +281,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
             drains.TooFew: too few would be left.
             RendezvousConnectionError: the store is lost.
         """
-        what = (asked, slots, min_world_size)
-        self._with_side(lambda side: side.change(lambda record: drains.add(record, *what)))
+        self._change(lambda record: drains.add(record, asked, slots, min_world_size))
 
     def leave(self) -> None:
         """Gives up this node's place, if it has any, and ends its part. The others go on.
@@ -278,7 +294,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
                 with store_errors():
                     self._board.check()
                     self._presence.give_up()
-                    self._presence.let_in()  # why it was kept out is of no interest any more
+                    self._presence.release()  # its reason is of no interest now
         finally:
             self._end()
 
@@ -287,15 +303,6 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
         self._end(patience=0.0)  # its threads may still wait for an answer
 
     # Parts -------------------------------------------------------------------------------------------------
-
-    def _start(self) -> Presence:
-        self._check()
-        if self._presence is None:
-            register = self._connect()
-            self.node = self._make_node(register)
-            more = (self._board, self.settings, self._on_unseated, self._on_change)
-            self._presence = Presence(self.node, register, self._new_register, *more)
-        return self._presence
 
     def _check(self) -> None:
         if self._ended:
@@ -317,7 +324,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
         return Node(node_id, incarnation, address, identity.nproc, identity.role)
 
     def _new_register(self) -> Register:
-        return Register(self._backend.connect(), self._initial)
+        return Register(self._backend.connect(), self._initial, self._board)
 
     def _connect(self) -> Register:
         """Opens a client that is closed in the end."""
@@ -331,8 +338,11 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
             self._check()
             if self._side is None:
                 node = self.node or Node(new_node_id())
-                self._side = Executor(node, self._connect(), self._board, self.settings)
+                self._side = Executor(node, self._connect(), self.settings)
             return act(self._side).record
+
+    def _change(self, change: Callable[[Record], Record]) -> Record:
+        return self._with_side(lambda side: side.register.change(change))
 
     def _info(self, presence: Presence, record: Record) -> elastic.RendezvousInfo | None:
         """What the agent needs to know of the round; None if the round is lost before it has begun."""
@@ -351,7 +361,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
     # The end -----------------------------------------------------------------------------------------------
 
     def _await_goodbyes(self, side: Executor) -> Snapshot:
-        closed = side.look()
+        closed = side.register.latest()
         others = self._others(closed.record, side.store)
         try:
             side.store.wait([goodbye_key(node.name) for node in others], timedelta(seconds=_GOODBYE))
@@ -364,17 +374,16 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
         self._ended = True
         presence, self._presence = self._presence, None
         self._side = None
-        with contextlib.ExitStack() as ending:
-            for each in (self._backend, self._workers, self._opened):
-                ending.callback(each.close)
+        with self._opened:
             if presence is not None:
                 presence.end(patience)
                 if patience:
                     self._tidy_up(presence)
 
     def _others(self, record: Record, store: Operations) -> list[Node]:
-        """All other nodes that use the store: those in the record, and those that are kept out."""
-        nodes = {node.name: node for node in (*record.nodes, *(one.node for one in kept_out.read_all(store)))}
+        """All other nodes that use the store: those in the record and those in quarantine."""
+        outside = (one.node for one in Quarantine(store).nodes())
+        nodes = {node.name: node for node in (*record.nodes, *outside)}
         return [node for node in nodes.values() if self.node is None or node.name != self.node.name]
 
     def _tidy_up(self, presence: Presence) -> None:

@@ -21,7 +21,6 @@ class Action(enum.Enum):
     REMOVE_FROM_WAIT_LIST = "stop waiting for the next round"
     REMOVE_FROM_REDUNDANCY_LIST = "stop being a spare"
     MARK_RENDEZVOUS_COMPLETE = "complete the round"
-    MARK_RENDEZVOUS_CLOSED = "close the rendezvous"
     SYNC = "wait until something changes"
     FINISH = "nothing is left to do"
     ERROR_CLOSED = "the rendezvous is closed"
@@ -201,13 +200,6 @@ def exit_(context: Context) -> Action:
     if place is None and not context.is_announced:
         return Action.FINISH
     return Action.ERROR_TIMEOUT if context.now >= context.deadline else REMOVAL[place or Place.SEAT]
-
-
-def close(context: Context) -> Action:
-    """Closes the rendezvous."""
-    if context.record.closed:
-        return Action.FINISH
-    return Action.ERROR_TIMEOUT if context.now >= context.deadline else Action.MARK_RENDEZVOUS_CLOSED
 
 
 def nodes_waiting(record: Record, node: Node, round_number: int) -> int:

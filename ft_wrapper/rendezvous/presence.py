@@ -12,11 +12,11 @@ from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousGrac
 
 from ..exception import StoreError, StoreUnavailable
 from ..protocol.operations import Operations
-from . import kept_out
-from .executor import REFRESH, Executor, OnUnseated, note_process, observer
+from .executor import REFRESH, Executor, note_process, observer
 from .moves import may_unseat
+from .quarantine import Quarantine
 from .record import Node, Place, Record, RoundPolicy
-from .register import RECORD_KEY, Board, Register, alive_key, call_back, goodbye_key, store_errors
+from .register import RECORD_KEY, Register, alive_key, goodbye_key, store_errors
 from .settings import Settings
 
 log = logging.getLogger(__name__)
@@ -33,8 +33,6 @@ LOOK_AGAIN = 300.0
 # Seconds after which lost nodes are taken out though the store was slow or gone again and again.
 _LONGEST_HELD = 120.0
 _FRESH = 1.0  # seconds; in less than that `KEPT_VERSIONS` do not go by
-
-OnChange = Callable[[Record], None]
 
 
 def ring(record: Record, node: Node) -> list[Node]:
@@ -174,14 +172,14 @@ class _Keeper(threading.Thread):
 
     Args:
         name: of the thread.
-        store: the client.
-        board: is told if the store is lost.
+        register: the record, through that client; its board is notified if the store is lost.
     """
 
-    def __init__(self, name: str, store: Operations, board: Board) -> None:
+    def __init__(self, name: str, register: Register) -> None:
         super().__init__(name=f"ft_wrapper-rendezvous-{name}", daemon=True)
-        self._store = store
-        self._board = board
+        self._register = register
+        self._store = register.store
+        self._board = register.board
         self._stopping = threading.Event()
 
     def stop(self) -> None:
@@ -205,29 +203,26 @@ class _Keeper(threading.Thread):
 class Watcher(_Keeper):
     """Waits for changes of the record and puts them on the board, until the rendezvous is closed.
 
-    If another thread of this node puts a newer record there, `on_change` is told of that as well.
+    It notifies the agent of each record that it finds there, also of one that another thread of this node has
+    put there; of several that came at once, of the newest.
 
     Args:
         node: the node.
-        register: the record, through a client of its own.
-        board: where to put it; the first record is there already.
-        on_change: told each record that it sees; of several that came at once, the newest.
+        register: the record, through a client of its own; the first record is on its board already.
     """
 
-    def __init__(self, node: Node, register: Register, board: Board, on_change: OnChange | None) -> None:
-        super().__init__(f"watch-{node.id}", register.store, board)
+    def __init__(self, node: Node, register: Register) -> None:
+        super().__init__(f"watch-{node.id}", register)
         self._node = node
-        self._register = register
-        self._on_change = on_change
-        self._told = board.known().version
+        self._notified = self._board.known().version
 
     def _keep(self) -> None:
         read_at = self._store.now()
         while True:
             known = self._board.known()
-            if known.version > self._told:
-                self._told = known.version
-                call_back("on_change", self._on_change, known)
+            if known.version > self._notified:
+                self._notified = known.version
+                self._board.on_change(known)
                 continue  # that may have taken a while
             if known.closed:
                 # Said by this thread, which has nothing to ask the store any more.
@@ -237,10 +232,9 @@ class Watcher(_Keeper):
             if self._stopping.is_set():
                 return
             try:
-                woken = None
-                if self._store.now() < read_at + _FRESH:
-                    woken = self._register.wait(known.version, LOOK_AGAIN)
-                self._board.learn(woken or self._register.read())
+                is_fresh = self._store.now() < read_at + _FRESH
+                if not is_fresh or self._register.wait(known.version, LOOK_AGAIN) is None:
+                    self._register.read()
                 read_at = self._store.now()
             except StoreUnavailable:
                 read_at = -math.inf  # the heart says so; much may have changed meanwhile
@@ -251,15 +245,15 @@ class Heart(_Keeper):
 
     Args:
         executor: the node's operations, on a client of its own, which this thread closes.
-        board: the newest record.
         settings: how often, and for how long a node may be silent.
     """
 
-    def __init__(self, executor: Executor, board: Board, settings: Settings) -> None:
-        super().__init__(f"heart-{executor.node.id}", executor.store, board)
+    def __init__(self, executor: Executor, settings: Settings) -> None:
+        super().__init__(f"heart-{executor.node.id}", executor.register)
         self._executor = executor
         self._interval = settings.keep_alive_interval
         self._timeout = settings.keep_alive_timeout
+        self._quarantine = Quarantine(executor.store)
         self._watch = NodeWatch(executor.store, executor.node, self._timeout, self._interval)
         self._beats = 0
 
@@ -290,14 +284,14 @@ class Heart(_Keeper):
         self._beats += 1
         if self._beats % max(1, int(REFRESH / self._interval)) == 0:
             self._executor.sweep()
-        record = self._executor.look().record
+        record = self._register.latest().record
         if record.closed:
             return True
-        outside = self._kept_out(record)
+        outside = self._quarantined(record)
         silent = self._watch.silent(record, outside)
         for node in [node for node in silent if node in outside]:
             log.warning("no heartbeat from node %s for %g s: kept out, now forgotten", node, self._timeout)
-            kept_out.forget(self._store, node)
+            self._quarantine.remove(node)
             silent.remove(node)
         if silent and may_unseat(record, self._executor.node, silent):
             names = ", node ".join(map(str, silent))
@@ -307,13 +301,15 @@ class Heart(_Keeper):
             self._executor.expel(silent)
         return False
 
-    def _kept_out(self, record: Record) -> list[Node]:
-        """The nodes that are kept out, where this node looks after them: the first in the record does."""
-        node, noted = self._executor.node, list[kept_out.KeptOut]()
-        if not record.nodes or node.is_same(record.nodes[0]):
-            with contextlib.suppress(StoreError):  # no reason to lose this node, and the next look will tell
-                noted = kept_out.read_all(self._store)
-        others = [one.node for one in noted if not node.is_same(one.node)]
+    def _quarantined(self, record: Record) -> list[Node]:
+        """The nodes in quarantine, if this node watches them: the first in the record does."""
+        node = self._executor.node
+        if record.nodes and not node.is_same(record.nodes[0]):
+            return []
+        try:
+            others = [one.node for one in self._quarantine.nodes() if not node.is_same(one.node)]
+        except StoreError:  # no reason to lose this node, and the next look will tell
+            return []
         return [other for other in others if record.place_of(other) is None]
 
 
@@ -324,39 +320,30 @@ class Presence:
         node: the node.
         register: the record, through a client for the agent's own thread.
         new_register: the same through another client; each thread closes its own.
-        board: the newest record.
         settings: of the rendezvous.
-        on_unseated: told which seats this node has taken from silent nodes.
-        on_change: told each new record.
 
     Raises:
         RendezvousError: the options differ from the others', or another agent has this node's id.
     """
 
     def __init__(
-        self,
-        node: Node,
-        register: Register,
-        new_register: Callable[[], Register],
-        board: Board,
-        settings: Settings,
-        on_unseated: OnUnseated | None,
-        on_change: OnChange | None,
+        self, node: Node, register: Register, new_register: Callable[[], Register], settings: Settings
     ) -> None:
         self.node = node
         self.store = register.store
-        self.executor = Executor(node, register, board, settings, on_unseated)
-        self.executor.check(self.executor.refresh().record)
+        self.executor = Executor(node, register, settings)
+        self.executor.check(register.read().record)
         note_process(self.store, node)
-        self._board = board
+        self._board = register.board
         self._job = settings.run_id
-        self._is_kept_out = False
+        self._quarantine = Quarantine(self.store)
+        self._is_in_quarantine = False
         with contextlib.ExitStack() as opened:
             of_heart, of_watcher = new_register(), new_register()
             for its in (of_heart, of_watcher):
                 opened.callback(its.store.close)
-            self.heart = Heart(Executor(node, of_heart, board, settings, on_unseated), board, settings)
-            self.watcher = Watcher(node, of_watcher, board, on_change)
+            self.heart = Heart(Executor(node, of_heart, settings), settings)
+            self.watcher = Watcher(node, of_watcher)
             self.watcher.start()
             self.heart.start()
             opened.pop_all()
@@ -370,10 +357,10 @@ class Presence:
             before = dataclasses.replace(self.node, incarnation=incarnation)
             self.store.delete_key(alive_key(before.name))
         if self.node.incarnation:
-            kept_out.forget(self.store, self.node)
+            self._quarantine.remove(self.node)
 
-    def keep_out(self, reason: str) -> None:
-        """Gives up the node's place, if it has one, and tells all why: they do not wait for it.
+    def quarantine(self, reason: str) -> None:
+        """Gives up the node's place, if it has one, and puts the node in quarantine: no one waits for it.
 
         Args:
             reason: why, for people.
@@ -383,17 +370,17 @@ class Presence:
         """
         with store_errors():
             self.executor.exit()
-            self._is_kept_out = True
-            kept_out.note(self.store, self.node, reason)
+            self._is_in_quarantine = True
+            self._quarantine.add(self.node, reason)
 
-    def let_in(self) -> None:
-        """Takes back what `keep_out` has told."""
-        if self._is_kept_out:
-            kept_out.forget(self.store, self.node)
-            self._is_kept_out = False
+    def release(self) -> None:
+        """Ends the node's quarantine, if it is in one."""
+        if self._is_in_quarantine:
+            self._quarantine.remove(self.node)
+            self._is_in_quarantine = False
 
-    def stay_out(self, seconds: float) -> None:
-        """Waits for a while, as a node that is kept out.
+    def wait_in_quarantine(self, seconds: float) -> None:
+        """Waits for a while, and notices the end of the job.
 
         Raises:
             RendezvousGracefulExitError: the rendezvous is closed.
@@ -416,7 +403,7 @@ class Presence:
         self.executor.exit()
         self.watcher.stop()
         if self.watcher.is_alive() and not self._board.known().closed:
-            self.executor.touch()  # nothing may have changed: this wakes the watcher
+            self.executor.register.touch()  # nothing may have changed: this wakes the watcher
 
     def end(self, patience: float) -> None:
         """Stops both threads, and waits that many seconds for each."""

@@ -16,10 +16,14 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError, Rend
 
 from ..exception import StoreError
 from ..protocol.operations import Append, Move, Operations, Wake, Write, read, read_log
-from .record import Admission, Record
+from .record import Admission, Record, Seat
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+OnUnseated = Callable[[tuple[Seat, ...]], None]
+OnChange = Callable[[Record], None]
+OnLost = Callable[[Exception], None]
 
 #: So many keys that wake waiters stay. A wait for an older one lasts until its timeout: the key is gone.
 KEPT_VERSIONS = 32
@@ -81,8 +85,8 @@ def agents_prefix(round_number: int) -> str:
     return f"{_ROOT}/agents/{round_number}"
 
 
-#: Register: the nodes that have not passed their check, each with the reason; see `kept_out`.
-KEPT_OUT_KEY = f"{_ROOT}/kept_out"
+#: Register: the nodes that have not passed their check, each with the reason; see `quarantine`.
+QUARANTINE_KEY = f"{_ROOT}/quarantine"
 
 
 def goodbye_key(name: str) -> str:
@@ -93,15 +97,6 @@ def goodbye_key(name: str) -> str:
 def gone_key(name: str) -> str:
     """Set once a node uses the store no more, where the last one removes everything."""
     return f"{_ROOT}/gone/{name}"
-
-
-def call_back(name: str, function: Callable[[T], object] | None, argument: T) -> None:
-    """Tells the agent something. An error of its function must not end the thread that keeps the node in."""
-    try:
-        if function is not None:
-            function(argument)
-    except Exception:
-        log.exception("%s of the rendezvous failed", name)
 
 
 @contextlib.contextmanager
@@ -127,20 +122,37 @@ class Snapshot:
 
 
 class Register:
-    """The record in a store.
+    """The record in a store, for one thread.
 
     Args:
         store: a client that no one else uses.
         initial: the record as long as none has been written.
+        board: where each record goes that is read or written; one of its own when None.
     """
 
-    def __init__(self, store: Operations, initial: Record) -> None:
+    def __init__(self, store: Operations, initial: Record, board: "Board | None" = None) -> None:
         self.store = store
+        self.board = Board() if board is None else board
         self._initial = Snapshot("", initial)
 
     def read(self) -> Snapshot:
         """Reads the record."""
-        return self._snapshot(read(self.store, RECORD_KEY) or "")
+        return self.board.learn(self._snapshot(read(self.store, RECORD_KEY) or ""))
+
+    def latest(self) -> Snapshot:
+        """The newest record that this process knows; read only if it knows none."""
+        return self.board.latest() or self.read()
+
+    def change(self, change: Callable[[Record], Record]) -> Snapshot:
+        """Changes the record: again with each newer one, until it is written or the change does nothing."""
+        snapshot, won = self.latest(), False
+        while not won and (after := change(snapshot.record)) != snapshot.record:
+            snapshot, won = self.replace(snapshot, after)
+        return snapshot
+
+    def touch(self) -> None:
+        """Makes a new version of the record with nothing else changed, which wakes all that wait for one."""
+        self.change(lambda record: dataclasses.replace(record, version=record.version + 1))
 
     def replace(self, before: Snapshot, after: Record) -> tuple[Snapshot, bool]:
         """Replaces the record, unless another node has, and wakes those that wait for that.
@@ -164,12 +176,12 @@ class Register:
             if record.epoch > max(1, before.record.epoch):
                 self.store.delete_key(log_key(record.epoch - 2))
                 self.store.delete_key(count_key(record.epoch - 2))
-            return Snapshot(desired, record), True
+            return self.board.learn(Snapshot(desired, record)), True
         if held == before.text:
             raise RendezvousStateError(
                 f"store key {RECORD_KEY!r} is gone: the store has lost what the nodes agreed on"
             )
-        return self._snapshot(held), False
+        return self.board.learn(self._snapshot(held)), False
 
     def wait(self, version: int, seconds: float) -> Snapshot | None:
         """Waits to be woken by a version newer than this one, then reads the record.
@@ -206,25 +218,32 @@ class Register:
             raise RendezvousStateError(f"store key {key!r}: {error}") from error
 
     def _snapshot(self, text: str) -> Snapshot:
-        if not text:
-            return self._initial
         try:
-            return Snapshot(text, Record.from_text(text))
+            return Snapshot(text, Record.from_text(text)) if text else self._initial
         except ValueError as error:
             raise RendezvousStateError(f"store key {RECORD_KEY!r}: {error}") from error
 
 
 class Board:
-    """The newest record that this process knows. For all of its threads.
+    """The newest record that this process knows, for all of its threads; and the agent's callbacks.
 
     A thread that waits here, unlike one that waits in a TCPStore, is interrupted by signals.
 
     Args:
-        on_lost: told, once, that the store is lost.
+        on_unseated: notified of the seats that this node has taken from silent nodes.
+        on_change: notified of each record.
+        on_lost: notified, once, that the store is lost.
     """
 
-    def __init__(self, on_lost: Callable[[Exception], None] | None = None) -> None:
-        self._on_lost = on_lost
+    def __init__(
+        self,
+        on_unseated: OnUnseated | None = None,
+        on_change: OnChange | None = None,
+        on_lost: OnLost | None = None,
+    ) -> None:
+        self.on_unseated = _guarded("on_unseated", on_unseated)
+        self.on_change = _guarded("on_change", on_change)
+        self._on_lost = _guarded("on_lost", on_lost)
         self._changed = threading.Condition()
         self._latest: Snapshot | None = None
         self._lost: Exception | None = None
@@ -239,12 +258,13 @@ class Board:
         assert latest is not None
         return latest.record
 
-    def learn(self, snapshot: Snapshot) -> None:
-        """Takes note of a record, if it is newer."""
+    def learn(self, snapshot: Snapshot) -> Snapshot:
+        """Keeps a record, if it is newer; returns it in any case."""
         with self._changed:
             if self._latest is None or snapshot.record.version > self._latest.record.version:
                 self._latest = snapshot
                 self._changed.notify_all()
+        return snapshot
 
     def lose(self, error: Exception) -> None:
         """The store is lost: no change will be seen any more."""
@@ -253,7 +273,7 @@ class Board:
             self._lost = self._lost or error
             self._changed.notify_all()
         if is_first:
-            call_back("on_lost", self._on_lost, error)
+            self._on_lost(error)
 
     def check(self) -> None:
         """Raises RendezvousConnectionError if the store is lost."""
@@ -280,3 +300,16 @@ class Board:
 
     def _newer(self, version: int) -> bool:
         return self._latest is not None and self._latest.record.version > version
+
+
+def _guarded(name: str, function: Callable[[T], object] | None) -> Callable[[T], None]:
+    """A callback of the agent's: its error must not end the thread that keeps the node in."""
+
+    def call(argument: T) -> None:
+        try:
+            if function is not None:
+                function(argument)
+        except Exception:
+            log.exception("%s of the rendezvous failed", name)
+
+    return call

@@ -83,8 +83,8 @@ RENDEZVOUS: list[Mutant] = [
     _of(
         "presence",
         "does-not-read-the-record-after-a-wait-in-vain",
-        "self._board.learn(woken or self._register.read())",
-        "woken and self._board.learn(woken)",
+        "is None:\n                    self._register.read()",
+        "is None:\n                    pass",
         "the key that it waits for may be gone",
     ),
     _of(
@@ -97,8 +97,8 @@ RENDEZVOUS: list[Mutant] = [
     _of(
         "presence",
         "passes-over-a-change",
-        "known.version > self._told",
-        "known.version > self._told + 1",
+        "known.version > self._notified",
+        "known.version > self._notified + 1",
         "the agent is told each record",
     ),
     _of(

@@ -19,10 +19,9 @@ from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 from ft_wrapper.agent.ft_nodes import what_follows
 from ft_wrapper.agent.signals import What
 from ft_wrapper.exception import StoreUnavailable
-from ft_wrapper.rendezvous.executor import REFRESH, Executor
+from ft_wrapper.rendezvous.executor import REFRESH
 from ft_wrapper.rendezvous.moves import adopt_rank_policy
 from ft_wrapper.rendezvous.presence import LOOK_AGAIN, RECONNECTS, WATCHED
-from ft_wrapper.rendezvous.record import Node
 from ft_wrapper.rendezvous.register import KEPT_VERSIONS, Register
 from ft_wrapper.rendezvous.settings import Settings
 from ft_wrapper.testing import Scheduler, Task
@@ -228,7 +227,7 @@ def disturbed_world(seed: int) -> DisturbedWorld:
         node.join()
         while not world.over:
             if rank_policy:
-                node.executor.change(adopt_rank_policy)
+                node.executor.register.change(adopt_rank_policy)
             while not world.over and not _has_to_come(node):
                 scheduler.sleep(_LOOK)
             if not world.over:
@@ -305,11 +304,11 @@ def disturbed_world(seed: int) -> DisturbedWorld:
             if back > scheduler.now():  # it may be about to wait
                 deaf = back + LOOK_AGAIN + TOLD_WITHIN
                 world.may_be_deaf[name] = max(deaf, world.may_be_deaf.get(name, 0.0))
-        register = Register(world.store.clone("churn churn"), world.initial)
-        executor = Executor(Node("churn"), register, pick().board.__class__(scheduler), settings)
+        board = pick().board.__class__(scheduler)
+        register = Register(world.store.clone("churn churn"), world.initial, board)
         for _ in range(changes):
-            executor.refresh()
-            executor.touch()
+            register.read()
+            register.touch()
 
     def cut() -> None:
         seconds = dice.choice([3.0, 8.0, 20.0, 45.0])

@@ -116,14 +116,14 @@ class ExploredNode:
         """All that is known of it beside what its tasks have learned."""
         snapshot = self.memory.latest()
         text = "" if snapshot is None else snapshot.text
-        left_over = self.executor._announced, self.executor._leaving
+        left_over = self.executor._announced
         return self.node.name, self.fate, self.leaving, self.inside, self.last_round, text, left_over
 
     def _make(self, what: str) -> tuple[Executor, NotedBoard]:
         job = self.job
         register = Register(job.client(f"{what} {self.node.name}"), job.initial)
-        board = NotedBoard(register, self.memory, job.scheduler)
-        return Executor(self.node, register, board, job.settings), board
+        board = register.board = NotedBoard(register, self.memory, job.scheduler)
+        return Executor(self.node, register, job.settings), board
 
     def _spawn(self, what: str, function: Callable[[], None]) -> Task:
         task = self.job.scheduler.spawn(f"{what} {self.node.name}", function, daemon=True)
@@ -134,7 +134,7 @@ class ExploredNode:
     # What its agent does -----------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        self.executor.refresh()
+        self.executor.register.read()
         self._work()
 
     def _work(self) -> None:
@@ -142,7 +142,7 @@ class ExploredNode:
             while not self._is_over():
                 self._join()
                 if self.job.what.rank_policy:
-                    self.executor.change(adopt_rank_policy)
+                    self.executor.register.change(adopt_rank_policy)
                 self._stay()
             self._end("closed")
         except (RendezvousClosedError, RendezvousGracefulExitError):
@@ -183,7 +183,7 @@ class ExploredNode:
         return self._state().closed
 
     def _state(self) -> Record:
-        return self.executor.look().record
+        return self.executor.register.latest().record
 
     def _end(self, fate: str) -> None:
         self.fate, self.inside = fate, None
@@ -219,7 +219,7 @@ class ExploredNode:
 
         def beat() -> None:
             while True:
-                state = executor.look().record
+                state = executor.register.latest().record
                 if state.closed:
                     return
                 dead = [other for other in neighbours(state, self.node) if self.job.is_dead(other)]

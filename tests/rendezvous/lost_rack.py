@@ -68,7 +68,7 @@ def lose(seated: int, spares: int, lost: Sequence[int], policy: str, seed: int =
         scheduler.sleep(dice.uniform(0, 5.0) if number < seated else 20.0 + 0.01 * number)
         node.join()
         if policy is RoundPolicy.RANK:
-            node.executor.change(adopt_rank_policy)
+            node.executor.register.change(adopt_rank_policy)
         while not over:
             node.work(scheduler.now() + 5.0, lambda: policy is RoundPolicy.GROUP and has_lost_one(node))
 

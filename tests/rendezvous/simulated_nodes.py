@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from torch.distributed.elastic.rendezvous import RendezvousError
 
@@ -45,16 +46,14 @@ class StoreBoard(Board):
     def latest(self) -> Snapshot | None:
         return self._memory.latest()
 
-    def learn(self, snapshot: Snapshot) -> None:
-        self._memory.learn(snapshot)
+    def learn(self, snapshot: Snapshot) -> Snapshot:
+        return self._memory.learn(snapshot)
 
     def wait(self, version: int, seconds: float) -> Snapshot | None:
         known = self.latest()
         if known is not None and known.record.version > version:
             return known
-        snapshot = self._register.wait(version, seconds)
-        if snapshot is not None:
-            self.learn(snapshot)
+        self._register.wait(version, seconds)
         known = self.latest()
         return known if known is not None and known.record.version > version else None
 
@@ -62,18 +61,19 @@ class StoreBoard(Board):
 class SimulatedBoard(Board):
     """A board on which tasks of the scheduler wait."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        super().__init__()
+    def __init__(self, scheduler: Scheduler, *callbacks: Any) -> None:
+        super().__init__(*callbacks)
         self._scheduler = scheduler
         self._waiters: list[Waiter] = []
 
-    def learn(self, snapshot: Snapshot) -> None:
+    def learn(self, snapshot: Snapshot) -> Snapshot:
         super().learn(snapshot)
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
             waiter.missing.clear()
             waiter.woken = True
             self._scheduler.woke(waiter)
+        return snapshot
 
     def lose(self, error: Exception) -> None:
         raise AssertionError(f"the store is lost: {error}") from error
@@ -112,7 +112,6 @@ class SimulatedNode:
         self.world = world
         self.node = node
         self.plan = plan
-        self.board = SimulatedBoard(world.scheduler)
         self.inside: int | None = None
         self.last_round: int | None = None
         self.rounds: list[int] = []
@@ -125,6 +124,7 @@ class SimulatedNode:
         self.joined: Record | None = None
         self.died_at = 0.0
         self.unseated: list[Seat] = []
+        self.board = SimulatedBoard(world.scheduler, self.unseated.extend, self._note)
         self.on_begin: Callable[[], None] = lambda: None
         self.told: Record | None = None
         self.heard_at = world.scheduler.now()
@@ -144,12 +144,12 @@ class SimulatedNode:
 
     def _make(self, what: str) -> tuple[Executor, SimulatedStore]:
         store = self.world.store.clone(f"{what} {self.node.name}")
-        register = Register(store, self.world.initial)
-        return Executor(self.node, register, self.board, self.world.settings, self.unseated.extend), store
+        register = Register(store, self.world.initial, self.board)
+        return Executor(self.node, register, self.world.settings), store
 
     def _run(self) -> None:
         self.executor, _ = self._make("agent")
-        self.executor.refresh()
+        self.executor.register.read()
         self.told = self.state
         spawn = self.world.scheduler.spawn
         self.others = [
@@ -173,7 +173,7 @@ class SimulatedNode:
 
     def _make_watcher(self) -> Watcher:
         store = self.world.store.clone(f"watch {self.node.name}")
-        return Watcher(self.node, Register(store, self.world.initial), self.board, self._note)
+        return Watcher(self.node, Register(store, self.world.initial, self.board))
 
     def _note(self, state: Record) -> None:
         assert self.told is None or state.version > self.told.version, "told an older record"
@@ -185,7 +185,7 @@ class SimulatedNode:
     def _beat(self) -> None:
         executor, store = self._make("heart")
         scheduler = self.world.scheduler
-        heart = Heart(executor, self.board, self.world.settings)
+        heart = Heart(executor, self.world.settings)
         execute = store.execute
 
         def note_beat(steps: Sequence[Step]) -> list[str | None]:
@@ -438,7 +438,7 @@ def random_world(seed: int) -> World:
                     node.leave()
                     return
         if rank_policy and dice.random() < 0.5:
-            node.executor.change(adopt_rank_policy)
+            node.executor.register.change(adopt_rank_policy)
         while scheduler.now() < max(end, world.disturbed_at + settle):
             node.work(max(end, world.disturbed_at + settle))
         check_settled(world)

@@ -15,7 +15,7 @@ from explored_nodes import CLOSE, CRASH, EXIT, FAILURE, LATE, SUSPECT, ExploredJ
 
 from ft_wrapper.rendezvous import moves, operations
 from ft_wrapper.rendezvous.executor import Executor
-from ft_wrapper.rendezvous.operations import Announced
+from ft_wrapper.rendezvous.operations import Action, Announced, Context
 from ft_wrapper.rendezvous.record import Admission, Record, RoundPolicy, Seat, digest
 from ft_wrapper.rendezvous.register import RECORD_KEY, Register, Snapshot, version_key
 from ft_wrapper.testing import SchedulerError
@@ -82,34 +82,43 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 def notes_its_entry_when_it_is_written(patch: pytest.MonkeyPatch) -> None:
     """As it was: an agent that was interrupted in between did not take its entry back."""
 
-    def announce(self: Executor, record: Record) -> None:
-        entry = Admission(self.node, self._leaving, digest(self._options))
-        number = self._register.announce(record.epoch, entry)
-        self._announced = Announced(record.epoch, number, self._register.store.now())
+    def announce(self: Executor, context: Context) -> None:
+        epoch, entry = context.record.epoch, Admission(self.node, context.leaving, digest(self._options))
+        number = self.register.announce(epoch, entry)
+        self._announced = Announced(epoch, number, self.store.now())
 
     patch.setattr(Executor, "_announce", announce)
 
 
 def leaves_its_entry_behind(patch: pytest.MonkeyPatch) -> None:
-    right = Executor._leave
-    patch.setattr(Executor, "_leave", lambda self, snapshot, announced: right(self, snapshot, False))
+    def act(self: Executor, action: Action, snapshot: Snapshot, context: Context) -> Snapshot:
+        leaves = action in operations.REMOVAL.values()
+        return right(
+            self, action, snapshot, dataclasses.replace(context, announced=None) if leaves else context
+        )
+
+    right = Executor._act
+    patch.setattr(Executor, "_act", act)
 
 
 def believes_that_it_has_left(patch: pytest.MonkeyPatch) -> None:
     """Another node has taken its entry into the record and deleted the log, since it read the record."""
 
-    def leave(self: Executor, snapshot: Snapshot, announced: bool) -> Snapshot:
-        entries = self._register.admissions(snapshot.record.epoch) if announced else []
+    def act(self: Executor, action: Action, snapshot: Snapshot, context: Context) -> Snapshot:
+        if action not in operations.REMOVAL.values():
+            return right(self, action, snapshot, context)
+        entries = self.register.admissions(snapshot.record.epoch) if context.is_announced else []
         after, _ = moves.remove(moves.fold(snapshot.record, entries), [self.node])
         if after == snapshot.record:
             self._announced = None
             return snapshot
-        snapshot, won = self._replace(snapshot, after)
+        snapshot, won = self.register.replace(snapshot, after)
         if won:
             self._announced = None
         return snapshot
 
-    patch.setattr(Executor, "_leave", leave)
+    right = Executor._act
+    patch.setattr(Executor, "_act", act)
 
 
 def takes_entries_again(patch: pytest.MonkeyPatch) -> None:

@@ -132,9 +132,9 @@ def freeze(handler: FtRendezvousHandler) -> None:
 
 def thaw(handler: FtRendezvousHandler) -> None:
     """Has a frozen node send heartbeats again."""
-    presence, board, settings = handler._presence, handler._board, handler.settings
+    presence, settings = handler._presence, handler.settings
     assert presence is not None
-    presence.heart = Heart(Executor(presence.node, handler._new_register(), board, settings), board, settings)
+    presence.heart = Heart(Executor(presence.node, handler._new_register(), settings), settings)
     presence.heart.start()
 
 

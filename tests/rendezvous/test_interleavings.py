@@ -51,7 +51,7 @@ def crash_world(step: int, *, rank_policy: bool, respawns: bool, task: str) -> t
     def plan(node: SimulatedNode) -> None:
         node.join()
         if rank_policy:
-            node.executor.change(adopt_rank_policy)
+            node.executor.register.change(adopt_rank_policy)
         elif node.node.id == "2" and node.node.incarnation == 0:
             node.join()  # a worker failed: a restart of all
         node.work(END)
@@ -94,7 +94,7 @@ def test_policy_rank_keeps_the_others_where_they_are() -> None:
 
     def first(node: SimulatedNode) -> None:
         node.join()
-        node.executor.change(adopt_rank_policy)
+        node.executor.register.change(adopt_rank_policy)
         node.work(END)
         assert node.rounds == [0]
         node.executor.close()

@@ -7,12 +7,12 @@ import dataclasses
 import pytest
 from simulated_nodes import neighbours
 
-from ft_wrapper.rendezvous import kept_out
 from ft_wrapper.rendezvous.executor import Executor
 from ft_wrapper.rendezvous.moves import may_unseat
 from ft_wrapper.rendezvous.presence import Heart, NodeWatch
+from ft_wrapper.rendezvous.quarantine import Quarantine
 from ft_wrapper.rendezvous.record import Node, Record, RoundPolicy, Seat
-from ft_wrapper.rendezvous.register import KEPT_OUT_KEY, Board, Register, Snapshot, alive_key
+from ft_wrapper.rendezvous.register import QUARANTINE_KEY, Register, Snapshot, alive_key
 from ft_wrapper.rendezvous.settings import Settings
 from ft_wrapper.testing import FakeStore
 
@@ -188,9 +188,9 @@ def test_a_store_that_stays_slow_keeps_no_lost_node_in() -> None:
 
 def heart_of(node: Node, store: FakeStore, state: Record) -> Heart:
     """A node's heart, whose beats the test asks for."""
-    board = Board()
-    board.learn(Snapshot("", state))
-    return Heart(Executor(node, Register(store, state), board, SETTINGS), board, SETTINGS)
+    register = Register(store, state)
+    register.board.learn(Snapshot("", state))
+    return Heart(Executor(node, register, SETTINGS), SETTINGS)
 
 
 def test_a_node_that_joins_again_is_not_taken_out_for_its_silence_before() -> None:
@@ -203,9 +203,9 @@ def test_a_node_that_joins_again_is_not_taken_out_for_its_silence_before() -> No
         for count in range(1, 10):
             beat(store, NODES[1])
             store.clock.advance(5.0)
-            heart._executor.refresh()
+            heart._register.read()
             assert not heart._beat()
-            if cut_off.refresh().record.place_of(NODES[2]) is None:
+            if cut_off.register.read().record.place_of(NODES[2]) is None:
                 return count
         raise AssertionError("it was never taken out")
 
@@ -226,14 +226,14 @@ def test_one_that_dies_while_it_is_kept_out_is_forgotten(state: Record, who: int
     store = FakeStore()
     heart = heart_of(NODES[who], store.clone(), state)
     for node in NODES[3:]:
-        kept_out.note(store, node, "no disk")
+        Quarantine(store).add(node, "no disk")
 
     def left_after(beats: int, *living: Node) -> list[str]:
         for _ in range(beats):
             beat(store, *state.nodes, *living)
             store.clock.advance(5.0)
             assert not heart._beat()
-        return [one.node.id for one in kept_out.read_all(store)]
+        return [one.node.id for one in Quarantine(store).nodes()]
 
     assert left_after(9, *NODES[3:]) == ["3", "4", "5"]
     assert left_after(2, *NODES[4:]) == ["3", "4", "5"]
@@ -248,11 +248,11 @@ def test_only_the_first_node_looks_after_those_that_are_kept_out() -> None:
     for heart, count in zip(hearts, (1, 0), strict=True):
         reads.clear()
         heart._beat()
-        assert sum(KEPT_OUT_KEY in one for one in reads) == count
+        assert sum(QUARANTINE_KEY in one for one in reads) == count
 
 
 def test_a_list_that_cannot_be_read_ends_no_heart() -> None:
     store = FakeStore()
     heart = heart_of(NODES[0], store, record(RoundPolicy.GROUP, 2, 0))
-    store.set(KEPT_OUT_KEY, "no JSON")
+    store.set(QUARANTINE_KEY, "no JSON")
     assert not heart._beat()

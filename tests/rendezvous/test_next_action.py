@@ -13,7 +13,6 @@ from ft_wrapper.rendezvous.operations import (
     Action,
     Announced,
     Context,
-    close,
     exit_,
     is_due,
     join,
@@ -129,12 +128,6 @@ def test_exit(state: Record, action: Action) -> None:
 
 def test_exit_of_one_who_is_in_the_log_only() -> None:
     assert exit_(context(TWO, announced=announced(TWO, 1))) is Action.REMOVE_FROM_PARTICIPANTS
-
-
-def test_close() -> None:
-    assert close(context(MINE)) is Action.MARK_RENDEZVOUS_CLOSED
-    assert close(context(closed(MINE))) is Action.FINISH
-    assert close(dataclasses.replace(context(MINE), now=100.0)) is Action.ERROR_TIMEOUT
 
 
 def test_nodes_waiting() -> None:

@@ -16,11 +16,11 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from ft_wrapper.exception import StoreError
-from ft_wrapper.rendezvous import kept_out
 from ft_wrapper.rendezvous.backends import EtcdBackend
 from ft_wrapper.rendezvous.handler import FtRendezvousHandler
+from ft_wrapper.rendezvous.quarantine import Quarantine
 from ft_wrapper.rendezvous.record import Node
-from ft_wrapper.rendezvous.register import KEPT_OUT_KEY
+from ft_wrapper.rendezvous.register import QUARANTINE_KEY
 from ft_wrapper.rendezvous.settings import Identity, Settings
 from ft_wrapper.store.address import EtcdAddress
 from ft_wrapper.testing import EtcdServer, FakeStore
@@ -31,7 +31,7 @@ def outside(nodes: Nodes) -> list[tuple[str, str]]:
     backend = nodes.make_backend()
     store = backend.connect()
     try:
-        return [(one.node.name, one.reason) for one in kept_out.read_all(store)]
+        return [(one.node.name, one.reason) for one in Quarantine(store).nodes()]
     finally:
         store.close()
         backend.close()
@@ -39,11 +39,11 @@ def outside(nodes: Nodes) -> list[tuple[str, str]]:
 
 def test_a_node_that_never_joined_is_told_of_until_it_joins(nodes: Nodes) -> None:
     a, bad = nodes.make("0", 1, 2), nodes.make("1", 1, 2)
-    bad.begin().keep_out("no disk")
+    bad.begin().quarantine("no disk")
     assert outside(nodes) == [("1:0", "no disk")]
     (alone,) = nodes.all_join(a)
     assert (alone.rank, alone.world_size) == (0, 1), "the others do not wait for it"
-    bad.begin().keep_out("no disk yet")
+    bad.begin().quarantine("no disk yet")
     assert outside(nodes) == [("1:0", "no disk yet")]
     assert a.num_nodes_waiting() == 0
     assert a.adopt_rank_policy()
@@ -58,12 +58,12 @@ def test_a_seat_that_is_given_up_goes_to_a_spare(nodes: Nodes) -> None:
     waiting = nodes.join(spare)
     wait_until(a, lambda state: len(state.spares) == 1)
     assert not bad.was_spare
-    bad.begin().keep_out("no disk")
+    bad.begin().quarantine("no disk")
     assert waiting.result(TIMEOUT).rank == 1
     assert spare.was_spare
     again = nodes.join(bad)
     wait_until(a, lambda state: [node.id for node in state.spares] == ["1"])
-    spare.begin().keep_out("no disk")
+    spare.begin().quarantine("no disk")
     assert again.result(TIMEOUT).rank == 1
     assert bad.was_spare
     assert outside(nodes) == [("2:0", "no disk")]
@@ -73,7 +73,7 @@ def test_a_seat_that_is_given_up_goes_to_a_spare(nodes: Nodes) -> None:
 def test_the_next_round_does_not_wait_for_it(nodes: Nodes) -> None:
     a, bad, c = (nodes.make(name, 2, 3) for name in "012")
     nodes.all_join(a, bad, c)
-    bad.begin().keep_out("no disk")
+    bad.begin().quarantine("no disk")
     for other in (a, c):
         wait_until(other, lambda state: len(state.participants) == 2)
     infos = nodes.all_join(a, c)
@@ -89,10 +89,10 @@ def test_its_wait_ends_with_the_job(nodes: Nodes) -> None:
     a, bad = nodes.make("0", 1, 2), nodes.make("1", 1, 2)
     nodes.all_join(a)
     presence = bad.begin()
-    presence.keep_out("no disk")
-    presence.stay_out(0.01)
+    presence.quarantine("no disk")
+    presence.wait_in_quarantine(0.01)
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        waits = pool.submit(presence.stay_out, TIMEOUT)
+        waits = pool.submit(presence.wait_in_quarantine, TIMEOUT)
         a.set_closed("rank 0 failed")
         with pytest.raises(RendezvousGracefulExitError, match=r"rank 0 failed; node 1 .* was kept out"):
             waits.result(TIMEOUT)
@@ -104,7 +104,7 @@ def test_a_node_that_leaves_is_not_told_of(nodes: Nodes) -> None:
     a, bad, other = nodes.make("0", 1, 2), nodes.make("1", 1, 2), nodes.make("2", 1, 2)
     nodes.all_join(a)
     for node in (bad, other):
-        node.begin().keep_out("no disk")
+        node.begin().quarantine("no disk")
     bad.leave()
     assert outside(nodes) == [("2:0", "no disk")]
     assert other.shutdown()
@@ -113,8 +113,8 @@ def test_a_node_that_leaves_is_not_told_of(nodes: Nodes) -> None:
 
 def test_another_agent_of_its_id_takes_its_place_outside(nodes: Nodes) -> None:
     first, second, third = (nodes.make("1", 1, 2) for _ in range(3))
-    first.begin().keep_out("no disk")
-    second.begin().keep_out("no link")
+    first.begin().quarantine("no disk")
+    second.begin().quarantine("no link")
     assert outside(nodes) == [("1:1", "no link")]
     nodes.all_join(third)  # it was never kept out
     assert outside(nodes) == []
@@ -122,7 +122,7 @@ def test_another_agent_of_its_id_takes_its_place_outside(nodes: Nodes) -> None:
 
 def test_those_who_came_say_who_was_kept_out(nodes: Nodes) -> None:
     a, bad = nodes.make("0", 2, 2, join_timeout=0.3), nodes.make("1", 2, 2)
-    bad.begin().keep_out("no disk")
+    bad.begin().quarantine("no disk")
     with pytest.raises(
         RendezvousTimeoutError, match=r"missing: 1; kept out: node 1 \(localhost\) \(no disk\)"
     ):
@@ -132,37 +132,37 @@ def test_those_who_came_say_who_was_kept_out(nodes: Nodes) -> None:
 def test_the_first_failure_is_what_counts() -> None:
     store = FakeStore()
     for reason in ("one", "two"):
-        kept_out.note(store, Node("1"), reason)
-        kept_out.note(store, Node("2", 3), reason)
-    first, second = kept_out.read_all(store)
+        Quarantine(store).add(Node("1"), reason)
+        Quarantine(store).add(Node("2", 3), reason)
+    first, second = Quarantine(store).nodes()
     assert (first.node, first.reason, second.node.name) == (Node("1"), "two", "2:3")
     since = first.since
-    kept_out.note(store, Node("1"), "three")
-    assert kept_out.read_all(store)[0].since == since
-    kept_out.forget(store, Node("2", 2))  # an older agent, which does not know yet
-    kept_out.forget(store, Node("1"))
-    assert [one.node.name for one in kept_out.read_all(store)] == ["2:3"]
+    Quarantine(store).add(Node("1"), "three")
+    assert Quarantine(store).nodes()[0].since == since
+    Quarantine(store).remove(Node("2", 2))  # an older agent, which does not know yet
+    Quarantine(store).remove(Node("1"))
+    assert [one.node.name for one in Quarantine(store).nodes()] == ["2:3"]
 
 
 def test_garbage_names_the_key() -> None:
     store = FakeStore()
     for text in ("no JSON", "[1]", '[["1", 0]]'):
-        store.set(KEPT_OUT_KEY, text)
-        with pytest.raises(StoreError, match=KEPT_OUT_KEY):
-            kept_out.read_all(store)
+        store.set(QUARANTINE_KEY, text)
+        with pytest.raises(StoreError, match=QUARANTINE_KEY):
+            Quarantine(store).nodes()
 
 
 def test_many_write_at_once() -> None:
     store = FakeStore(RealClock())
 
     def note(number: int) -> None:
-        kept_out.note(store.clone(), Node(str(number)), "no disk")
+        Quarantine(store.clone()).add(Node(str(number)), "no disk")
         if number % 2:
-            kept_out.forget(store.clone(), Node(str(number)))
+            Quarantine(store.clone()).remove(Node(str(number)))
 
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         list(pool.map(note, range(40)))
-    assert {one.node.id for one in kept_out.read_all(store)} == {str(number) for number in range(0, 40, 2)}
+    assert {one.node.id for one in Quarantine(store).nodes()} == {str(number) for number in range(0, 40, 2)}
 
 
 def test_the_host_stays_until_those_outside_know_of_the_end() -> None:
@@ -175,7 +175,7 @@ def test_the_host_stays_until_those_outside_know_of_the_end() -> None:
 
     host = FtRendezvousHandler(settings, Identity("0"), MemoryBackend(store, is_host=True))
     bad = FtRendezvousHandler(settings, Identity("1"), MemoryBackend(store), on_change=hold)
-    bad.begin().keep_out("no disk")
+    bad.begin().quarantine("no disk")
     with concurrent.futures.ThreadPoolExecutor() as pool:
         try:
             pool.submit(host.next_rendezvous).result(TIMEOUT)
@@ -195,10 +195,10 @@ def test_the_last_one_outside_removes_what_is_in_etcd(etcd: EtcdServer, prefix: 
     a, bad = nodes.make("0", 1, 2), nodes.make("1", 1, 2)
     nodes.all_join(a)
     presence = bad.begin()
-    presence.keep_out("no disk")
+    presence.quarantine("no disk")
     assert a.shutdown()
     with pytest.raises(RendezvousGracefulExitError):
-        presence.stay_out(TIMEOUT)
+        presence.wait_in_quarantine(TIMEOUT)
     assert outside(nodes) == [("1:0", "no disk")], "it was taken away before all had seen the end"
     assert bad.shutdown()
     assert outside(nodes) == []

@@ -29,9 +29,10 @@ class Watched:
         self.scheduler = Scheduler(max_time=2 * LOOK_AGAIN)
         self.store = SimulatedStore(self.scheduler)
         self.told: list[tuple[float, int]] = []
-        self.board, self.register = Board(), Register(self.store.clone("watch"), INITIAL)
-        self.board.learn(self.register.read())
-        watcher = Watcher(Node("0"), self.register, self.board, on_change or self.note)
+        self.board = Board(on_change=on_change or self.note)
+        self.register = Register(self.store.clone("watch"), INITIAL, self.board)
+        self.register.read()
+        watcher = Watcher(Node("0"), self.register)
         self.watch = self.scheduler.spawn("watch", watcher.run, daemon=True)
         self.writer = Register(self.store.clone("writer"), INITIAL)
 
@@ -40,8 +41,7 @@ class Watched:
 
     def touch(self, times: int) -> None:
         for _ in range(times):
-            snapshot = self.writer.read()
-            assert self.writer.replace(snapshot, snapshot.record)[1]
+            self.writer.touch()
 
     def run(self, plan: Callable[[], None]) -> None:
         self.scheduler.spawn("plan", plan)
@@ -127,7 +127,8 @@ def test_told_what_another_thread_of_the_node_has_learned() -> None:
 def test_a_wake_up_that_was_lost_is_passed_on(knows: bool) -> None:
     """Who wrote the record died before it could wake anybody; the heart may know the record already."""
     watched = Watched()
-    heart = Executor(Node("0"), Register(watched.store.clone("heart"), INITIAL), watched.board, SETTINGS)
+    register = Register(watched.store.clone("heart"), INITIAL, watched.board)
+    heart = Executor(Node("0"), register, SETTINGS)
 
     def plan() -> None:
         watched.scheduler.sleep(1.0)
@@ -135,7 +136,7 @@ def test_a_wake_up_that_was_lost_is_passed_on(knows: bool) -> None:
         with contextlib.suppress(Exception):
             watched.touch(1)
         if knows:
-            heart.refresh()
+            register.read()
         watched.scheduler.sleep(1.0)
         assert not watched.told
         heart.sweep()
@@ -153,8 +154,6 @@ def test_on_a_real_store() -> None:
         store = TCPStore("localhost", server.port)
         stack.callback(store.close)
         writer = Register(store, INITIAL)
-        board = Board()
-        board.learn(writer.read())
         held_up, go_on, seen_all = threading.Event(), threading.Event(), threading.Event()
 
         def note(state: Record) -> None:
@@ -163,20 +162,22 @@ def test_on_a_real_store() -> None:
             if state.version == MANY + 1:
                 seen_all.set()
 
-        watcher = Watcher(Node("0"), Register(store.clone(), INITIAL), board, note)
-        now = watcher._register.store.now
+        register = Register(store.clone(), INITIAL, Board(on_change=note))
+        register.read()
+        watcher = Watcher(Node("0"), register)
+        now = register.store.now
         ahead = [0.0]
-        watcher._register.store.now = lambda: now() + ahead[0]  # type: ignore[method-assign]
+        register.store.now = lambda: now() + ahead[0]  # type: ignore[method-assign]
         watcher.start()
-        touch = [writer.replace(writer.read(), writer.read().record)[1]]
+        writer.touch()
         assert held_up.wait(30.0)
-        touch += [writer.replace(writer.read(), writer.read().record)[1] for _ in range(MANY)]
-        assert all(touch)
+        for _ in range(MANY):
+            writer.touch()
         assert not store.check([version_key(2)])
         ahead[0] = 60.0  # it was held up for longer than it took here
         go_on.set()
         assert seen_all.wait(30.0), "it waits for a key that is gone"
         watcher.stop()
-        writer.replace(writer.read(), writer.read().record)
+        writer.touch()
         watcher.join(30.0)
         assert not watcher.is_alive()

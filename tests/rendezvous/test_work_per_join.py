@@ -36,7 +36,8 @@ def join_at_once(size: int, seed: int, rounds: int) -> tuple[list[float], collec
         client = store.clone(str(number))
         rounds_of[client.client] = 0
         register = Register(client, initial)
-        executor = Executor(Node(str(number)), register, StoreBoard(register, Board()), settings)
+        register.board = StoreBoard(register, Board())
+        executor = Executor(Node(str(number)), register, settings)
         leaving = None
         for this in range(rounds):
             rounds_of[client.client] = this
