@@ -27,9 +27,9 @@ from ..rendezvous import drains, ends
 from ..rendezvous.backends import Backend
 from ..rendezvous.handler import FtRendezvousHandler
 from ..rendezvous.operations import nodes_waiting
-from ..rendezvous.record import Drain, Node, Record, RoundPolicy, Seat
+from ..rendezvous.record import Drain, Node, RendezvousRecord, RoundPolicy, Seat
 from ..rendezvous.register import RECORD_KEY
-from ..rendezvous.settings import Identity, Settings
+from ..rendezvous.settings import Identity, RendezvousSettings
 from ..store import StoreMixin, TCPStore, connect, secret
 from ..store.address import host_port
 from ..store.bounded import bounded, call_in_thread, in_background
@@ -67,7 +67,7 @@ class FtNodes(Nodes):
     def __init__(
         self,
         make_backend: Callable[[], Backend],
-        settings: Settings,
+        settings: RendezvousSettings,
         identity: Identity,
         *,
         replaces: bool,
@@ -89,7 +89,7 @@ class FtNodes(Nodes):
         self._out_of_reach = ""
         self._left_unheard = False
         # What the handler's threads look at: the term, and the record in which it began.
-        self._term: tuple[int, Record] | None = None
+        self._term: tuple[int, RendezvousRecord] | None = None
         self._knows_that_formed = False
 
     # Rounds ------------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ class FtNodes(Nodes):
                 self._settings,
                 self._identity,
                 backend,
-                on_unseated=self._unseated,
+                on_evicted=self._evicted,
                 on_change=self._look,
                 on_lost=self._lost,
             )
@@ -120,7 +120,7 @@ class FtNodes(Nodes):
         assert joined is not None and node is not None
         # It may have been lost and be back, in this agent or in another one.
         numbers = range(max(0, node.incarnation - 2), node.incarnation + 1)
-        keys = [ends.done(dataclasses.replace(node, incarnation=number)) for number in numbers]
+        keys = [ends.done_key(dataclasses.replace(node, incarnation=number)) for number in numbers]
         call_in_thread(lambda: [info.store.delete_key(key) for key in keys], "forgetting this node's end")
         self._agents, self._round = info.store, where
         self._knows_that_formed = where.formed
@@ -176,7 +176,9 @@ class FtNodes(Nodes):
             presence.quarantine(why)
             if agents is not None:
                 with contextlib.suppress(DistError):
-                    agents.set(ends.done(presence.node), "kept out")  # the exit barrier does not wait for it
+                    agents.set(
+                        ends.done_key(presence.node), "kept out"
+                    )  # the exit barrier does not wait for it
 
         return await_pass(self._check, f"node {presence.node}", quarantine, presence.wait_in_quarantine)
 
@@ -250,7 +252,7 @@ class FtNodes(Nodes):
 
     # Called by the handler's threads -----------------------------------------------------------------
 
-    def _look(self, state: Record) -> None:
+    def _look(self, state: RendezvousRecord) -> None:
         """Called with each record."""
         self._out_of_reach = ""
         began, handler = self._term, self._handler
@@ -271,7 +273,7 @@ class FtNodes(Nodes):
         if self._term is not None:
             self.inbox.put(self._term[0], News(What.LOST, why, result=JobResult(INFRASTRUCTURE, why)))
 
-    def _unseated(self, seats: tuple[Seat, ...]) -> None:
+    def _evicted(self, seats: tuple[Seat, ...]) -> None:
         """This node has evicted others. Called in the keep-alive thread, so the work is done in another."""
         handler, agents, where = self._handler, self._agents, self._round
         if handler is None or agents is None or where is None:
@@ -285,7 +287,7 @@ class FtNodes(Nodes):
         state = handler.refresh()
         for seat in seats:
             if seat.occupant is not None and state.place_of(seat.occupant) is None:
-                agents.set(ends.done(seat.occupant), "lost")  # the exit barrier no longer waits for it
+                agents.set(ends.done_key(seat.occupant), "lost")  # the exit barrier no longer waits for it
         if state.policy is not RoundPolicy.RANK:
             return  # all ranks are restarted, or their store went with the node
         with contextlib.closing(connect(address, STORE_TIMEOUT)) as store:
@@ -325,7 +327,7 @@ class FtNodes(Nodes):
                 cleanup.callback(store.close)
                 dead = holders(Agreement(store), drains.slots_of(seat))
             if self._agents is not None and node is not None:
-                self._agents.set(ends.done(node), "left")
+                self._agents.set(ends.done_key(node), "left")
             handler.leave()
             self._left_unheard = False
             if store is not None:
@@ -341,7 +343,7 @@ class FtNodes(Nodes):
 
         def ask() -> None:
             with contextlib.closing(connect(where.store, timedelta(seconds=_LEAVE_TIMEOUT / 2))) as store:
-                slots, least = drains.living(store)
+                slots, least = drains.living_slots(store)
             handler.drain(asked, slots, least)
 
         try:
@@ -424,29 +426,31 @@ def _await_all(handler: FtRendezvousHandler, where: Round, timeout: float | None
     node = handler.node
     assert node is not None
     agents = handler.agents_store()
-    ends.say(agents, node, said)
+    ends.publish_end(agents, node, said)
     deadline = math.inf if timeout is None else time.monotonic() + timeout
     while True:
         state = handler.refresh()
         if state.closed:
             return News(What.CLOSED, result=JobResult.from_text(state.result))
-        waited_for = [other for other in state.participants if not agents.check([ends.done(other)])]
+        waited_for = [other for other in state.participants if not agents.check([ends.done_key(other)])]
         left = deadline - time.monotonic()
         if not waited_for or left <= 0:
             names = ", ".join(map(str, waited_for))
             why = f"not waited for any longer, after {timeout:g} s: node {names}" if names else ""
             return News(What.CLOSED, why, result=_result_of_all(state, where, waited_for, agents))
         with contextlib.suppress(DistStoreError):
-            keys = [ends.done(other) for other in waited_for]
+            keys = [ends.done_key(other) for other in waited_for]
             agents.wait(keys, timedelta(seconds=min(left, _LOOK_AT_NODES)))
 
 
-def _result_of_all(state: Record, where: Round, waited_for: list[Node], agents: Store) -> JobResult | None:
+def _result_of_all(
+    state: RendezvousRecord, where: Round, waited_for: list[Node], agents: Store
+) -> JobResult | None:
     """The worst that a node has said of its ranks; one that has said nothing went before they had ended.
 
     That is of no account if the job has gone on, and ended, without them.
     """
-    said = ends.said(agents, [seat for seat in state.seats if seat.occupant not in waited_for])
+    said = ends.published_ends(agents, [seat for seat in state.seats if seat.occupant not in waited_for])
     silent = [seat for seat in said if not said[seat]]
     if silent and state.policy is RoundPolicy.RANK:
         with contextlib.closing(JobInStore(where.store, lambda: True, lambda ask, _: ask())) as job:
@@ -459,7 +463,7 @@ def _result_of_all(state: Record, where: Round, waited_for: list[Node], agents: 
 # What the record means for a node and its ranks. Pure -------------------------------------------------------
 
 
-def round_of(state: Record, node: Node, address: str, agreed_in: str = "") -> Round:
+def round_of(state: RendezvousRecord, node: Node, address: str, agreed_in: str = "") -> Round:
     """A node's place in a round.
 
     Args:
@@ -488,12 +492,12 @@ def round_of(state: Record, node: Node, address: str, agreed_in: str = "") -> Ro
     )
 
 
-def is_empty(state: Record, seat: Seat) -> bool:
+def is_empty(state: RendezvousRecord, seat: Seat) -> bool:
     """Whether a seat is empty, in a newer record than the one in which it was found."""
     return any(other.base_slot == seat.base_slot and other.occupant is None for other in state.seats)
 
 
-def what_follows(state: Record, node: Node, round_number: int) -> News | None:
+def what_follows(state: RendezvousRecord, node: Node, round_number: int) -> News | None:
     """What a record means for a node whose ranks run; None: nothing.
 
     Args:
@@ -516,7 +520,7 @@ def what_follows(state: Record, node: Node, round_number: int) -> News | None:
     return None
 
 
-def asked_of(state: Record, node: Node) -> list[News]:
+def asked_of(state: RendezvousRecord, node: Node) -> list[News]:
     """What a record asks of a node.
 
     Args:

@@ -11,8 +11,8 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from ..exception import StoreError
 from ..rendezvous.presence import LOOK_AGAIN
-from ..rendezvous.record import Node, Record, RoundPolicy, Seat
-from ..rendezvous.register import Register, announce_endpoint, version_key
+from ..rendezvous.record import Node, RendezvousRecord, RoundPolicy, Seat
+from ..rendezvous.register import RecordRegister, announce_endpoint, version_key
 from ..store import TCPStore, TCPStoreServer, secret
 from ..store.address import host_port, loopback
 from ..store.bounded import in_background
@@ -87,7 +87,7 @@ class OneNode(Nodes):
         """Writes the record, and waits for commands in a thread, to the end of the round."""
         address = host_port(self._address, server.port)
         node = Node(socket.gethostname(), self._rounds, self._address, self._nproc, self._role)
-        record = Record(
+        record = RendezvousRecord(
             min_nodes=1,
             max_nodes=1,
             round=self._rounds,
@@ -98,8 +98,8 @@ class OneNode(Nodes):
             seats=(Seat(0, 0, self._nproc, self._role, node, node.id),),
         )
         store = TCPStore(self._address, server.port, timeout=STORE_TIMEOUT)
-        register = Register(store, Record(1, 1))
-        waker = Register(store.clone(), Record(1, 1))
+        register = RecordRegister(store, RendezvousRecord(1, 1))
+        waker = RecordRegister(store.clone(), RendezvousRecord(1, 1))
         announce_endpoint(store, record.round, address)
         first = register.change(lambda _: record)
         term, over = self.inbox.term, threading.Event()
@@ -110,7 +110,7 @@ class OneNode(Nodes):
                 while not over.is_set():
                     key = version_key(known.version + 1)
                     with contextlib.suppress(DistStoreError):  # nothing has come for so long
-                        # Not `Register.wait`, whose client tries to find a store again that is closed.
+                        # Not `RecordRegister.wait`, whose client tries to find a store again that is closed.
                         store.torch_store.wait([store.wake_name(key)], timedelta(seconds=LOOK_AGAIN))
                     known = register.read().record
                     news = what_follows(known, node, record.round)

@@ -23,8 +23,8 @@ from ..protocol import Agreement, keys
 from ..protocol.deaths import holders
 from ..protocol.records import FAULT, Fault
 from ..rendezvous import drains, moves
-from ..rendezvous.record import Record
-from ..rendezvous.register import Register
+from ..rendezvous.record import RendezvousRecord
+from ..rendezvous.register import RecordRegister
 from ..settings import LONGEST
 from ..store import StoreMixin
 from ..store.plan import ANNOUNCED
@@ -63,7 +63,7 @@ class Job:
     def __exit__(self, *_: object) -> None:
         self._opened.close()
 
-    def record(self) -> Record | None:
+    def record(self) -> RendezvousRecord | None:
         """What the nodes have agreed on; None if no node meets others there."""
         return read_record(self._store)
 
@@ -81,7 +81,7 @@ class Job:
         address = ranks_store(self._endpoint, self._store, self._record)
         return open_store(address, self._opened) if address else None
 
-    def change(self, change: Callable[[Record], Record]) -> Record:
+    def change(self, change: Callable[[RendezvousRecord], RendezvousRecord]) -> RendezvousRecord:
         """Changes the record of the nodes.
 
         Args:
@@ -96,7 +96,7 @@ class Job:
                 f"no node of ftrun meets others at {self._endpoint}; give the --rdzv-endpoint of the job, or "
                 "on one node what ftrun says at the start"
             )
-        return Register(self._store, self._record).change(change).record
+        return RecordRegister(self._store, self._record).change(change).record
 
 
 def drain(endpoint: str, target: str, within: float, why: str) -> str:
@@ -119,21 +119,21 @@ def drain(endpoint: str, target: str, within: float, why: str) -> str:
     """
     with Job(endpoint) as job:
         ranks = job.ranks()
-        slots, least = (set[int](), 0) if ranks is None else drains.living(ranks)
+        slots, least = (set[int](), 0) if ranks is None else drains.living_slots(ranks)
 
-        def with_it(record: Record) -> Record:
-            return drains.add(record, drains.find(record, target, within, why), slots, least)
+        def with_it(record: RendezvousRecord) -> RendezvousRecord:
+            return drains.request(record, drains.find(record, target, within, why), slots, least)
 
         record = job.change(with_it)
         asked = drains.find(record, target, within, why)
-        leaving = slots.intersection(drains.drained(record, asked))
+        leaving = slots.intersection(drains.drained_slots(record, asked))
         if ranks is None or not leaving:
             return f"{target} is drained: no rank of a wrapped job was there"
         try:
             _await_gone(ranks, leaving, within + _SLACK)
         except (StoreError, DistError):
             # Under --restart-policy group the next round may close the ranks' store first.
-            if (now := job.record()) is None or drains.drained(now, asked):
+            if (now := job.record()) is None or drains.drained_slots(now, asked):
                 raise
         left = len(slots - leaving)
     names = ", ".join(map(str, sorted(leaving)))
@@ -204,7 +204,7 @@ def stop(endpoint: str, why: str) -> str:
         StoreError: a store cannot be used.
     """
 
-    def closed(record: Record) -> Record:
+    def closed(record: RendezvousRecord) -> RendezvousRecord:
         if record.closed:
             raise Refused("the job is over")
         return moves.close(record, why, JobResult(DONE, why, verdict="stopped").to_text())

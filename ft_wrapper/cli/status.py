@@ -22,7 +22,7 @@ from ..protocol.operations import Operations, read
 from ..protocol.records import FAULT
 from ..rendezvous.backends import RENDEZVOUS, workers_namespace
 from ..rendezvous.quarantine import Quarantine, QuarantinedNode
-from ..rendezvous.record import Node, Place, Record
+from ..rendezvous.record import Node, NodePlace, RendezvousRecord
 from ..rendezvous.register import RECORD_KEY, endpoint_key, version_key
 from ..report import table
 from ..restart.report import host_and_pid, in_words
@@ -48,11 +48,11 @@ def check_endpoint(endpoint: str) -> None:
         raise ValueError(f"{endpoint or 'no endpoint'}: give {ENDPOINT}") from None
 
 
-def read_record(store: Operations) -> Record | None:
+def read_record(store: Operations) -> RendezvousRecord | None:
     """The record of the nodes; None if there is none in this store."""
     text = read(store, RECORD_KEY)
     try:
-        return None if text is None else Record.from_text(text)
+        return None if text is None else RendezvousRecord.from_text(text)
     except ValueError as error:
         raise StoreError(f"store key {RECORD_KEY!r}: {error}") from error
 
@@ -64,7 +64,7 @@ def meeting_place(endpoint: str) -> str:
     return str(EtcdAddress.parse(endpoint).within(RENDEZVOUS))
 
 
-def ranks_store(endpoint: str, store: Operations, record: Record) -> str:
+def ranks_store(endpoint: str, store: Operations, record: RendezvousRecord) -> str:
     """Address of the store in which wrapped ranks agree; empty if there is none yet."""
     if not is_etcd(endpoint):
         return read(store, endpoint_key(record.round)) or ""
@@ -277,7 +277,7 @@ def watch(
         store.hear(keys.wake_end(n) if status.state == RUNNING else keys.wake_head(n + 1), longest)
 
 
-def _nodes(record: Record, quarantine: Sequence[QuarantinedNode] = ()) -> tuple[NodeStatus, ...]:
+def _nodes(record: RendezvousRecord, quarantine: Sequence[QuarantinedNode] = ()) -> tuple[NodeStatus, ...]:
     found = []
     outside = {one.node.id: _outside(one) for one in quarantine if _is_outside(record, one.node)}
     for seat in record.seats:
@@ -285,18 +285,20 @@ def _nodes(record: Record, quarantine: Sequence[QuarantinedNode] = ()) -> tuple[
         slots = (seat.base_slot, seat.base_slot + seat.nproc - 1) if record.complete else None
         node = seat.occupant
         if node is not None:
-            found.append(NodeStatus(node.id, Place.SEAT.value, rank, slots, node.incarnation, node.address))
+            found.append(
+                NodeStatus(node.id, NodePlace.SEAT.value, rank, slots, node.incarnation, node.address)
+            )
         elif seat.last in outside:  # it has given this seat up
             found.append(dataclasses.replace(outside.pop(seat.last), group_rank=rank, slots=slots))
         else:
             found.append(NodeStatus(seat.last, LOST, rank, slots, None, ""))
-    waiting = ((one.node, Place.WAITING.value) for one in record.waiting)
-    for node, place in [*waiting, *((node, Place.SPARE.value) for node in record.spares)]:
+    waiting = ((one.node, NodePlace.WAITING.value) for one in record.waiting)
+    for node, place in [*waiting, *((node, NodePlace.SPARE.value) for node in record.spares)]:
         found.append(NodeStatus(node.id, place, None, None, node.incarnation, node.address))
     return (*found, *outside.values())
 
 
-def _is_outside(record: Record, node: Node) -> bool:
+def _is_outside(record: RendezvousRecord, node: Node) -> bool:
     """Whether it has no place, nor has a later agent of its id."""
     inside = record.find(node.id)
     return inside is None or inside.incarnation < node.incarnation
@@ -381,7 +383,7 @@ def _follow(endpoint: str, longest: float, opened: contextlib.ExitStack) -> Iter
             # No nodes met there: the ranks agree at the endpoint itself, as they do under any other launcher.
             yield from watch(store if meeting == endpoint else open_store(endpoint, opened), longest)
             return
-        record = record or Record(1, 1)
+        record = record or RendezvousRecord(1, 1)
         if record.closed and record.round == watched:
             return
         if address := ranks_store(endpoint, store, record):
@@ -406,7 +408,7 @@ def _follow(endpoint: str, longest: float, opened: contextlib.ExitStack) -> Iter
 
 def _nodes_in(store: StoreMixin, number: int) -> NodesSeen | None:
     """The nodes, as long as they are in this round, and whether the job has ended; None after that."""
-    record = read_record(store) or Record(1, 1)
+    record = read_record(store) or RendezvousRecord(1, 1)
     return (_nodes(record, Quarantine(store).nodes()), record.closed) if record.round == number else None
 
 

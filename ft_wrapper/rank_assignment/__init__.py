@@ -22,7 +22,7 @@ from ..settings import as_int, as_limit, as_timeout, check_callable
 from ..state import Mode, State
 from ..store import StoreMixin
 from . import replicas
-from .places import Arrival, Place, arrange, check_key, key_of
+from .places import Arrival, RankPlace, arrange, check_key, key_of
 from .places import Layer as Layer
 from .places import LayerFlag as LayerFlag
 
@@ -180,9 +180,9 @@ class ReplicaGroups(RankAssignment):
     def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
         """Moves this rank, if it has to, and makes it active or a spare; see `RankAssignment`."""
         rank, before = _surviving_rank(ctx), ctx.state.world_size
-        places = replicas.arrange(self.size, before, _active_so_far(ctx.state), ctx.terminated_ranks)
+        places = replicas.fill_holes(self.size, before, _active_so_far(ctx.state), ctx.terminated_ranks)
         ctx = _move(ctx, places[rank])
-        return _activate_below(ctx, replicas.complete(self.size, ctx.state.world_size))
+        return _activate_below(ctx, replicas.ranks_in_replicas(self.size, ctx.state.world_size))
 
 
 class FilterCountGroupedByKey(RankAssignment):
@@ -322,7 +322,7 @@ class Tree(RankAssignment):
 
         arrival = Arrival(state.initial_rank, self._keys, self._table)
         brings, timeout = dataclasses.asdict(arrival), ctx.store.timeout
-        place = Place(**_exchange(ctx, type(self).__name__, brings, arrange_all, timeout))
+        place = RankPlace(**_exchange(ctx, type(self).__name__, brings, arrange_all, timeout))
         self._table = place.table
         if place.came_as is not None:
             warnings.warn(
@@ -420,16 +420,9 @@ def _exchange(
         return {rank: json.dumps({"result": result}) for rank, result in results.items()}
 
     ctx.exchanges += 1
-    reply = json.loads(
-        ctx.store.compute_once(
-            f"{name}/{ctx.exchanges}",
-            _rank(ctx.state),
-            json.dumps(contribution),
-            ctx.state.world_size - len(ctx.terminated_ranks),
-            compute_or_say_why,
-            timeout,
-        )
-    )
+    what, count = f"{name}/{ctx.exchanges}", ctx.state.world_size - len(ctx.terminated_ranks)
+    brings = (_rank(ctx.state), json.dumps(contribution))
+    reply = json.loads(ctx.store.compute_once(what, *brings, count, compute_or_say_why, timeout))
     if "error" in reply:
         raise RuntimeError(f"{name}: {reply['error']}")
     return reply["result"]

@@ -118,7 +118,7 @@ class Arrival:
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class RankPlace:
     """What a rank gets.
 
     Args:
@@ -175,7 +175,7 @@ class _Leaf:
 
 def arrange(
     layers: Sequence[Layer], world_size_filter: Callable[[int], int] | None, arrivals: dict[int, Arrival]
-) -> dict[int, Place]:
+) -> dict[int, RankPlace]:
     """Gives every rank that came its place.
 
     Args:
@@ -215,7 +215,7 @@ def arrange(
     table = f"{generation + 1}:{_encode(survivors)}"
     position = {id(leaf): rank for rank, leaf in enumerate(survivors)}
     return {
-        leaf.rank: Place(
+        leaf.rank: RankPlace(
             rank=position.get(id(leaf)),
             active_rank=leaf.active_rank if leaf.healthy else None,
             world_size=len(survivors),
@@ -391,12 +391,9 @@ class _Tree:
 
     def _backfill_depth(self) -> int | None:
         """Depth of the largest branches that backfill without a break down to the leaves."""
-        largest = None
-        for depth in reversed(range(len(self.layers))):
-            if not self.layers[depth].has(LayerFlag.BACKFILL):
-                break
-            largest = depth
-        return largest
+        upwards = reversed(range(len(self.layers)))
+        unbroken = itertools.takewhile(lambda depth: self.layers[depth].has(LayerFlag.BACKFILL), upwards)
+        return min(unbroken, default=None)
 
     def limit(self, active_world_size: int) -> None:
         """Sends the highest active ranks into the reserve."""

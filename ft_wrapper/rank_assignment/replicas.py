@@ -3,12 +3,12 @@
 from collections.abc import Collection
 
 
-def complete(size: int, world_size: int) -> int:
+def ranks_in_replicas(size: int, world_size: int) -> int:
     """The number of ranks in complete replicas."""
     return world_size - world_size % size
 
 
-def arrange(size: int, world_size: int, active_world_size: int, lost: Collection[int]) -> dict[int, int]:
+def fill_holes(size: int, world_size: int, active_world_size: int, lost: Collection[int]) -> dict[int, int]:
     """Closes the gaps so that as few active ranks as possible have to receive a shard.
 
     A hole in a complete replica is filled from behind the complete replicas, the only ranks that do not stay.
@@ -25,7 +25,7 @@ def arrange(size: int, world_size: int, active_world_size: int, lost: Collection
         The survivors' new ranks, by their old ones.
     """
     survivors = [rank for rank in range(world_size) if rank not in lost]
-    end = complete(size, len(survivors))
+    end = ranks_in_replicas(size, len(survivors))
     places = {rank: rank for rank in survivors if rank < end}
     behind = survivors[len(places) :]
     holders = [rank for rank in behind if rank < active_world_size]

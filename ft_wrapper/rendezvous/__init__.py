@@ -16,12 +16,11 @@ if TYPE_CHECKING:
 
 
 def get_handler() -> "Callable[[RendezvousParameters], RendezvousHandler]":
-    """What the entry point names: returns what makes a handler."""
-    return create_handler
+    """What the entry point names: returns what makes a handler, see `handler.create_handler`."""
 
+    def create(parameters: "RendezvousParameters") -> "RendezvousHandler":
+        from .handler import create_handler
 
-def create_handler(parameters: "RendezvousParameters") -> "RendezvousHandler":
-    """Makes a handler, see `ft_wrapper.rendezvous.handler.create_handler`."""
-    from .handler import create_handler as create
+        return create_handler(parameters)
 
-    return create(parameters)
+    return create

@@ -21,9 +21,9 @@ from ..store import address as addresses
 from ..store.address import EtcdAddress, host_port, split_host_port
 from ..store.bounded import call_in_thread
 from ..store.plan import connect_etcd
-from .record import Record, RoundPolicy
+from .record import RendezvousRecord, RoundPolicy
 from .register import Board, agents_prefix, announce_endpoint, endpoint_key, gone_key, wake_endpoint
-from .settings import ETCD_NAMES, Settings, etcd_address, read_timeout
+from .settings import ETCD_NAMES, RendezvousSettings, etcd_address, read_timeout
 
 log = logging.getLogger(__name__)
 
@@ -287,7 +287,7 @@ class WorkerStores:
         settings: of the rendezvous.
     """
 
-    def __init__(self, backend: Backend, board: Board, settings: Settings) -> None:
+    def __init__(self, backend: Backend, board: Board, settings: RendezvousSettings) -> None:
         self._backend = backend
         self._board = board
         self._settings = settings
@@ -307,7 +307,7 @@ class WorkerStores:
             self._forget(store, number - 2)
         return elastic.RendezvousStoreInfo(address, hosted.port)
 
-    def find(self, store: Operations, record: Record) -> elastic.RendezvousStoreInfo | None:
+    def find(self, store: Operations, record: RendezvousRecord) -> elastic.RendezvousStoreInfo | None:
         """Waits for the address of the store that another node opens; None if the round is lost before.
 
         Args:

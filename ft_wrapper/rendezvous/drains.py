@@ -4,15 +4,15 @@ from collections.abc import Collection
 
 from ..protocol import Agreement
 from ..protocol.operations import Operations
-from .moves import drain
-from .record import Drain, Node, Record, RoundPolicy, Seat
+from .moves import add_drain
+from .record import Drain, Node, RendezvousRecord, RoundPolicy, Seat
 
 
 class TooFew(ValueError):
     """A drain is refused; says how many would be left."""
 
 
-def find(record: Record, target: str, within: float, why: str = "") -> Drain:
+def find(record: RendezvousRecord, target: str, within: float, why: str = "") -> Drain:
     """What is to be asked for.
 
     Args:
@@ -40,7 +40,7 @@ def find(record: Record, target: str, within: float, why: str = "") -> Drain:
     raise ValueError(f"there is no node or slot {target!r}; {_there_are(record)}")
 
 
-def why_not(record: Record, asked: Drain, slots: Collection[int], min_world_size: int) -> str:
+def drain_refusal(record: RendezvousRecord, asked: Drain, slots: Collection[int], min_world_size: int) -> str:
     """Why ranks must not be drained: too few would be left. Empty if they may be.
 
     Args:
@@ -57,26 +57,28 @@ def why_not(record: Record, asked: Drain, slots: Collection[int], min_world_size
             return "no wrapped job has formed yet: only whole nodes can be drained"
         left = len(record.participants) - len({drain.node for drain in drains})
         return "" if left >= record.min_nodes else _too_few(left, "node", record.min_nodes, "--nnodes")
-    left = len(set(slots) - {slot for drain in drains for slot in drained(record, drain)})
+    left = len(set(slots) - {slot for drain in drains for slot in drained_slots(record, drain)})
     leaving = [drain.node for drain in drains if not drain.slots]
     come = sum(node.nproc for node in _replacements(record, leaving))
     least = max(1, min_world_size)
     return "" if left + come >= least else _too_few(left + come, "rank", least, "min_world_size")
 
 
-def add(record: Record, asked: Drain, slots: Collection[int], min_world_size: int) -> Record:
-    """The record with a drain in it; for the arguments see `why_not`.
+def request(
+    record: RendezvousRecord, asked: Drain, slots: Collection[int], min_world_size: int
+) -> RendezvousRecord:
+    """The record with a drain in it; for the arguments see `drain_refusal`.
 
     Raises:
         TooFew: too few would be left, or the job is over.
     """
-    why = why_not(record, asked, slots, min_world_size)
+    why = drain_refusal(record, asked, slots, min_world_size)
     if why:
         raise TooFew(why)
-    return drain(record, asked)
+    return add_drain(record, asked)
 
 
-def living(store: Operations) -> tuple[set[int], int]:
+def living_slots(store: Operations) -> tuple[set[int], int]:
     """The slots of all ranks that live, and how many ranks the job needs; none and 0 before it has formed.
 
     Args:
@@ -93,7 +95,7 @@ def living(store: Operations) -> tuple[set[int], int]:
     return {member.slot for member in view.members if member not in dead}, view.decision.min_world_size
 
 
-def drained(record: Record, asked: Drain) -> Collection[int]:
+def drained_slots(record: RendezvousRecord, asked: Drain) -> Collection[int]:
     """The slots that a drain is about; none if its node is gone."""
     seat = next((one for one in record.seats if one.occupant and one.occupant.name == asked.node), None)
     return () if seat is None else asked.slots or slots_of(seat)
@@ -104,7 +106,7 @@ def slots_of(seat: Seat) -> range:
     return range(seat.base_slot, seat.base_slot + seat.nproc)
 
 
-def _replacements(record: Record, leaving: Collection[str]) -> list[Node]:
+def _replacements(record: RendezvousRecord, leaving: Collection[str]) -> list[Node]:
     """The spare nodes that take the seats of others that leave."""
     found: list[Node] = []
     for seat in record.seats:
@@ -120,7 +122,7 @@ def _too_few(left: int, what: str, least: int, name: str) -> str:
     return f"{left} {what}{'' if left == 1 else 's'} would be left, fewer than {name}={least}"
 
 
-def _there_are(record: Record) -> str:
+def _there_are(record: RendezvousRecord) -> str:
     nodes = ", ".join(node.id for node in record.nodes[:8]) + (", …" if len(record.nodes) > 8 else "")
     slots = f"; slots: 0 to {record.next_slot - 1}" if record.complete and record.next_slot else ""
     return f"nodes: {nodes}{slots}"

@@ -17,9 +17,9 @@ from ..protocol.silence import CounterObserver, beat_lasts
 from . import moves, operations
 from .operations import Action, Announced, Context
 from .quarantine import Quarantine
-from .record import Admission, Node, Place, Record, Seat, differences, digest
-from .register import Register, Snapshot, alive_key, process_key
-from .settings import Settings
+from .record import Admission, Node, NodePlace, RendezvousRecord, Seat, differences, digest
+from .register import RecordRegister, Snapshot, alive_key, process_key
+from .settings import RendezvousSettings
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Executor:
         was_spare: whether the node was a spare at any time of the last `join`.
     """
 
-    def __init__(self, node: Node, register: Register, settings: Settings) -> None:
+    def __init__(self, node: Node, register: RecordRegister, settings: RendezvousSettings) -> None:
         self.node = node
         self.store = register.store
         self.register = register
@@ -75,28 +75,30 @@ class Executor:
         return self._run(operations.exit_, self._settings.close_timeout)
 
     def close(self, reason: str = "", result: str = "") -> Snapshot:
-        """Closes the rendezvous for all nodes; see `Record` for why and how."""
+        """Closes the rendezvous for all nodes; see `RendezvousRecord` for why and how."""
         return self.register.change(lambda record: moves.close(record, reason, result))
 
     def keep_alive(self) -> None:
         """Sends a heartbeat."""
         self.store.execute([Beat(alive_key(self.node.name), self._beat_lasts)])
 
-    def expel(self, silent: Collection[Node]) -> tuple[Seat, ...]:
-        """Takes silent nodes out, if this one may (`moves.may_unseat`); returns the seats that they lost."""
+    def evict(self, silent: Collection[Node]) -> tuple[Seat, ...]:
+        """Takes silent nodes out, if this one may (`moves.may_evict`); returns the seats that they lost."""
         lost: tuple[Seat, ...] = ()
 
-        def without(record: Record) -> Record:
+        def without(record: RendezvousRecord) -> RendezvousRecord:
             nonlocal lost
             lost = ()
-            if not moves.may_unseat(record, self.node, silent):
+            if not moves.may_evict(record, self.node, silent):
                 return record
-            after, lost = moves.remove(record, [node for node in silent if record.place_of(node) is not None])
+            after, lost = moves.remove_nodes(
+                record, [node for node in silent if record.place_of(node) is not None]
+            )
             return after
 
         self.register.change(without)
         if lost:
-            self.register.board.on_unseated(lost)
+            self.register.board.on_evicted(lost)
         return lost
 
     def sweep(self) -> None:
@@ -113,7 +115,7 @@ class Executor:
         if after != snapshot.record:
             self.register.replace(snapshot, after)
 
-    def check(self, record: Record) -> None:
+    def check(self, record: RendezvousRecord) -> None:
         """Raises RendezvousError if this node does not belong to this record."""
         differing = differences(record.options, self._options)
         if differing:
@@ -147,7 +149,7 @@ class Executor:
             if operation is operations.join:
                 self.check(record)
             context = self._next(context, record, timeout)
-            if context.place is Place.SPARE and not self.was_spare:
+            if context.place is NodePlace.SPARE and not self.was_spare:
                 self.was_spare = True
                 who = (self._settings.run_id, self.node)
                 log.info("%s: node %s is a spare: there is no seat for it now", *who)
@@ -155,7 +157,7 @@ class Executor:
             if action is Action.FINISH:
                 return snapshot
             if action is Action.ERROR_CLOSED:
-                raise self._closed(record, context.place is Place.SPARE)
+                raise self._closed(record, context.place is NodePlace.SPARE)
             if action is Action.ERROR_TIMEOUT:
                 raise self._timed_out(record, timeout)
             if action is Action.SYNC:
@@ -164,11 +166,11 @@ class Executor:
                 log.debug("%s: %s: %s", self._settings.run_id, self.node, action.value)
                 snapshot = self._act(action, snapshot, context)
 
-    def _next(self, before: Context, record: Record, timeout: float) -> Context:
+    def _next(self, before: Context, record: RendezvousRecord, timeout: float) -> Context:
         """The context of the next action, with a record that may be newer."""
         now = self.store.now()
         context = dataclasses.replace(before, record=record, now=now, announced=self._announced)
-        if before.place is Place.SPARE and context.place is not Place.SPARE:
+        if before.place is NodePlace.SPARE and context.place is not NodePlace.SPARE:
             context = dataclasses.replace(context, deadline=now + timeout)  # its turn begins only now
         if not context.has_enough:
             return dataclasses.replace(context, enough_since=None)
@@ -192,9 +194,9 @@ class Executor:
         if completes or context.is_announced:  # else its admission would get into the record later
             after = moves.fold(after, self.register.admissions(after.epoch))
         if completes:
-            after = moves.complete(after)
+            after = moves.complete_round(after)
         if removes:
-            after, _ = moves.remove(after, [self.node])
+            after, _ = moves.remove_nodes(after, [self.node])
         if after == snapshot.record:
             # Another node may have taken the log into the record since that was read, and deleted it.
             newest = self.register.read()
@@ -219,14 +221,14 @@ class Executor:
 
     # Errors ----------------------------------------------------------------------------------------------
 
-    def _closed(self, record: Record, was_spare: bool) -> elastic.RendezvousError:
+    def _closed(self, record: RendezvousRecord, was_spare: bool) -> elastic.RendezvousError:
         why = f": {record.reason}" if record.reason else ""
         text = f"the rendezvous {self._settings.run_id!r} is closed: the job is over{why}"
         if was_spare:
             return elastic.RendezvousGracefulExitError(f"{text}, and spare node {self.node} was not needed")
         return elastic.RendezvousClosedError(f"{text}; start another one with another --rdzv-id or endpoint")
 
-    def _timed_out(self, record: Record, timeout: float) -> elastic.RendezvousError:
+    def _timed_out(self, record: RendezvousRecord, timeout: float) -> elastic.RendezvousError:
         if record.complete:
             names = ", ".join(map(str, record.participants))
             return elastic.RendezvousTimeoutError(
@@ -253,7 +255,7 @@ class Executor:
 # Before a node has its id --------------------------------------------------------------------------------
 
 
-def await_predecessor(register: Register, node_id: str, settings: Settings) -> None:
+def await_predecessor(register: RecordRegister, node_id: str, settings: RendezvousSettings) -> None:
     """Waits until no agent that lives has this id, which a scheduler gave to the caller.
 
     A scheduler gives it to the pod that replaces a lost one, and to a process of a second job step. There is
@@ -305,11 +307,11 @@ def _has_ended(node: Node, process: str) -> bool:
     return place == _place(node) and not os.path.exists(f"/proc/{pid}")
 
 
-def _wanted(record: Record) -> str:
+def _wanted(record: RendezvousRecord) -> str:
     return f"{'at least ' if record.min_nodes < record.max_nodes else ''}{record.min_nodes}"
 
 
-def _missing(record: Record, came: list[Node]) -> str:
+def _missing(record: RendezvousRecord, came: list[Node]) -> str:
     """Names the missing nodes, where ids are numbers."""
     if not all(node.id.isdecimal() and int(node.id) < record.max_nodes for node in came):
         return ""

@@ -18,20 +18,27 @@ from .backends import Backend, WorkerStores, make_backend
 from .executor import Executor, await_predecessor
 from .presence import Presence
 from .quarantine import Quarantine
-from .record import Drain, Node, Record, RoundPolicy
+from .record import Drain, Node, RendezvousRecord, RoundPolicy
 from .register import (
     Board,
     OnChange,
+    OnEvicted,
     OnLost,
-    OnUnseated,
-    Register,
+    RecordRegister,
     Snapshot,
     agents_prefix,
     goodbye_key,
     incarnations_key,
     store_errors,
 )
-from .settings import ETCD_NAMES, Identity, Settings, new_node_id, parameters_from_url, read_parameters
+from .settings import (
+    ETCD_NAMES,
+    Identity,
+    RendezvousSettings,
+    new_node_id,
+    parameters_from_url,
+    read_parameters,
+)
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +57,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
         settings: timeouts and options.
         identity: this node.
         backend: where the record is kept; the handler closes it.
-        on_unseated: notified of the seats that this node has taken from silent nodes, right after it has. No
+        on_evicted: notified of the seats that this node has taken from silent nodes, right after it has. No
             other node is, and under the policy ``rank`` this is evidence of the death of all the silent
             node's ranks. Called in the thread that sends the heartbeat.
         on_change: notified of each new record. Called in the thread that waits for them.
@@ -64,22 +71,22 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
 
     def __init__(
         self,
-        settings: Settings,
+        settings: RendezvousSettings,
         identity: Identity,
         backend: Backend,
-        on_unseated: OnUnseated | None = None,
+        on_evicted: OnEvicted | None = None,
         on_change: OnChange | None = None,
         on_lost: OnLost | None = None,
     ) -> None:
         self.settings = settings
         self.identity = identity
         self._backend = backend
-        self._board = Board(on_unseated, on_change, on_lost)
-        self._initial = Record(
+        self._board = Board(on_evicted, on_change, on_lost)
+        self._initial = RendezvousRecord(
             settings.min_nodes, settings.max_nodes, settings.options(), hosted=backend.hosts_workers
         )
         self.node: Node | None = None
-        self.joined: Record | None = None
+        self.joined: RendezvousRecord | None = None
         self._presence: Presence | None = None
         self._workers = WorkerStores(backend, self._board, settings)
         self._side: Executor | None = None
@@ -230,7 +237,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
         return self._presence
 
     @property
-    def record(self) -> Record | None:
+    def record(self) -> RendezvousRecord | None:
         """The newest record that is known; None before the first `next_rendezvous`."""
         known = self._board.latest()
         return None if known is None else known.record
@@ -249,7 +256,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
         """Address of the store in which a round's workers agree, if it outlives all nodes; else empty."""
         return self._backend.workers_store(round_number)
 
-    def refresh(self) -> Record:
+    def refresh(self) -> RendezvousRecord:
         """Reads the record, as it is now.
 
         Raises:
@@ -257,7 +264,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
         """
         return self._with_side(lambda side: side.register.read())
 
-    def wait_for_change(self, version: int, timeout: float) -> Record | None:
+    def wait_for_change(self, version: int, timeout: float) -> RendezvousRecord | None:
         """Waits until the record is newer than a version; None if that takes longer than ``timeout`` seconds.
 
         Raises:
@@ -275,13 +282,13 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
         return self._change(moves.adopt_rank_policy).policy is RoundPolicy.RANK
 
     def drain(self, asked: Drain, slots: Collection[int], min_world_size: int) -> None:
-        """Asks that ranks leave the job; for the arguments see `drains.why_not`.
+        """Asks that ranks leave the job; for the arguments see `drains.drain_refusal`.
 
         Raises:
             drains.TooFew: too few would be left.
             RendezvousConnectionError: the store is lost.
         """
-        self._change(lambda record: drains.add(record, asked, slots, min_world_size))
+        self._change(lambda record: drains.request(record, asked, slots, min_world_size))
 
     def leave(self) -> None:
         """Gives up this node's place, if it has any, and ends its part. The others go on.
@@ -311,7 +318,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
             )
         self._board.check()
 
-    def _make_node(self, register: Register) -> Node:
+    def _make_node(self, register: RecordRegister) -> Node:
         identity = self.identity
         node_id, incarnation = identity.node_id, 0
         if node_id is None:
@@ -323,16 +330,16 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
         address = identity.address or self._backend.local_address()
         return Node(node_id, incarnation, address, identity.nproc, identity.role)
 
-    def _new_register(self) -> Register:
-        return Register(self._backend.connect(), self._initial, self._board)
+    def _new_register(self) -> RecordRegister:
+        return RecordRegister(self._backend.connect(), self._initial, self._board)
 
-    def _connect(self) -> Register:
+    def _connect(self) -> RecordRegister:
         """Opens a client that is closed in the end."""
         register = self._new_register()
         self._opened.callback(register.store.close)
         return register
 
-    def _with_side(self, act: Callable[[Executor], Snapshot]) -> Record:
+    def _with_side(self, act: Callable[[Executor], Snapshot]) -> RendezvousRecord:
         """Uses a client of its own, since `next_rendezvous` may be under way in another thread."""
         with store_errors(), self._side_lock:
             self._check()
@@ -341,10 +348,10 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
                 self._side = Executor(node, self._connect(), self.settings)
             return act(self._side).record
 
-    def _change(self, change: Callable[[Record], Record]) -> Record:
+    def _change(self, change: Callable[[RendezvousRecord], RendezvousRecord]) -> RendezvousRecord:
         return self._with_side(lambda side: side.register.change(change))
 
-    def _info(self, presence: Presence, record: Record) -> elastic.RendezvousInfo | None:
+    def _info(self, presence: Presence, record: RendezvousRecord) -> elastic.RendezvousInfo | None:
         """What the agent needs to know of the round; None if the round is lost before it has begun."""
         seat = record.seat_of(presence.node)
         assert seat is not None and seat.group_rank is not None
@@ -380,7 +387,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
                 if patience:
                     self._tidy_up(presence)
 
-    def _others(self, record: Record, store: Operations) -> list[Node]:
+    def _others(self, record: RendezvousRecord, store: Operations) -> list[Node]:
         """All other nodes that use the store: those in the record and those in quarantine."""
         outside = (one.node for one in Quarantine(store).nodes())
         nodes = {node.name: node for node in (*record.nodes, *outside)}

@@ -5,22 +5,23 @@ record (`fold`) with one compare_set: a thousand nodes that start at once cost a
 a thousand. `normalize` then makes every move that follows.
 
 Under the policy ``group`` every change of membership is a new round: nodes that come late wait, and once all
-nodes have left a round the next one begins with those that wait. A round is complete at `Record.max_nodes` at
-once, with fewer when a node says so (`complete`). Under the policy ``rank`` the round stays: a node takes a
-seat or loses it, and the others go on. But if the node of group rank 0 hosts the workers' store, the store is
-lost with that node: the policy is ``group`` again, and the others form a new round.
+nodes have left a round the next one begins with those that wait. A round is complete at once with
+`RendezvousRecord.max_nodes`, with fewer when a node says so (`complete_round`). Under the policy ``rank`` the
+round stays: a node takes a seat or loses it, and the others go on. But if the node of group rank 0 hosts the
+workers' store, the store is lost with that node: the policy is ``group`` again, and the others form a new
+round.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from .record import Admission, Drain, Node, Place, Record, RoundPolicy, Seat, Waiting, digest
+from .record import Admission, Drain, Node, NodePlace, RendezvousRecord, RoundPolicy, Seat, Waiting, digest
 
 #: With so many admissions of a log in the record the next log is begun.
 MOST_ADMISSIONS = 1000
 
 
-def fold(record: Record, admissions: Sequence[Admission]) -> Record:
+def fold(record: RendezvousRecord, admissions: Sequence[Admission]) -> RendezvousRecord:
     """Takes the admissions of the log that are not in the record yet into it.
 
     Args:
@@ -38,7 +39,7 @@ def fold(record: Record, admissions: Sequence[Admission]) -> Record:
     return _next_log(record) if record.folded >= MOST_ADMISSIONS else record
 
 
-def normalize(record: Record) -> Record:
+def normalize(record: RendezvousRecord) -> RendezvousRecord:
     """Makes every move that is due: rounds begin and complete, spares move up."""
     if record.closed:
         return record
@@ -49,10 +50,10 @@ def normalize(record: Record) -> Record:
     if record.complete:
         record = _begin_round(record)
     record = _fill(record)
-    return complete(record) if len(record.participants) >= record.max_nodes else record
+    return complete_round(record) if len(record.participants) >= record.max_nodes else record
 
 
-def complete(record: Record) -> Record:
+def complete_round(record: RendezvousRecord) -> RendezvousRecord:
     """Completes a round that has enough nodes; does nothing otherwise.
 
     A node of the last round keeps its group rank. If that lies beyond the new size, and for new nodes, it is
@@ -69,7 +70,9 @@ def complete(record: Record) -> Record:
     return _next_log(done)
 
 
-def remove(record: Record, nodes: Iterable[Node]) -> tuple[Record, tuple[Seat, ...]]:
+def remove_nodes(
+    record: RendezvousRecord, nodes: Iterable[Node]
+) -> tuple[RendezvousRecord, tuple[Seat, ...]]:
     """Takes nodes out that leave or were silent for too long; of exactly these incarnations.
 
     Returns:
@@ -97,7 +100,7 @@ def remove(record: Record, nodes: Iterable[Node]) -> tuple[Record, tuple[Seat, .
     return normalize(left), lost
 
 
-def may_unseat(record: Record, node: Node, silent: Iterable[Node]) -> bool:
+def may_evict(record: RendezvousRecord, node: Node, silent: Iterable[Node]) -> bool:
     """Whether a node may take out those that it finds silent.
 
     It must be in the record itself. Under policy ``rank``, where this is evidence of the death of all ranks
@@ -107,18 +110,18 @@ def may_unseat(record: Record, node: Node, silent: Iterable[Node]) -> bool:
     place = record.place_of(node)
     if record.closed or place is None:
         return False
-    if record.policy is RoundPolicy.GROUP or place is Place.SEAT:
+    if record.policy is RoundPolicy.GROUP or place is NodePlace.SEAT:
         return True
     names = {other.name for other in silent}
     return all(other.name in names for other in record.participants)
 
 
-def close(record: Record, reason: str = "", result: str = "") -> Record:
+def close(record: RendezvousRecord, reason: str = "", result: str = "") -> RendezvousRecord:
     """Closes the rendezvous; the first reason and result stand."""
     return record if record.closed else replace(record, closed=True, reason=reason, result=result)
 
 
-def drain(record: Record, asked: Drain) -> Record:
+def add_drain(record: RendezvousRecord, asked: Drain) -> RendezvousRecord:
     """Asks ranks to leave the job; their node carries it out, and leaves if they are all it has.
 
     Of two drains of the same ranks the one that leaves less time counts.
@@ -130,7 +133,7 @@ def drain(record: Record, asked: Drain) -> Record:
     return replace(record, drains=(*(one for one in record.drains if one not in same), asked))
 
 
-def adopt_rank_policy(record: Record) -> Record:
+def adopt_rank_policy(record: RendezvousRecord) -> RendezvousRecord:
     """Goes over to policy ``rank``, in a complete round that no node has begun to leave.
 
     Changes nothing otherwise, or if the workers' store is lost with its node: the next round is on its way.
@@ -145,7 +148,7 @@ def adopt_rank_policy(record: Record) -> Record:
 # One node ------------------------------------------------------------------------------------------------
 
 
-def _admit(record: Record, admission: Admission) -> Record:
+def _admit(record: RendezvousRecord, admission: Admission) -> RendezvousRecord:
     node = admission.node
     before = record.find(node.id)
     if before is not None and before.incarnation > node.incarnation:
@@ -158,7 +161,7 @@ def _admit(record: Record, admission: Admission) -> Record:
     return _admit_to_round(record, node, before)
 
 
-def _is_restart(record: Record, admission: Admission, before: Node | None) -> bool:
+def _is_restart(record: RendezvousRecord, admission: Admission, before: Node | None) -> bool:
     """Whether the admission begins a restart with the same nodes, rather than a change of membership."""
     if not record.complete:
         return False
@@ -174,7 +177,7 @@ def _is_restart(record: Record, admission: Admission, before: Node | None) -> bo
     return admission.leaves == record.round and all_there and not record.waiting
 
 
-def _admit_to_round(record: Record, node: Node, before: Node | None) -> Record:
+def _admit_to_round(record: RendezvousRecord, node: Node, before: Node | None) -> RendezvousRecord:
     """While a round forms."""
     if before is not None:
         return _replace_node(record, before, node)
@@ -183,7 +186,9 @@ def _admit_to_round(record: Record, node: Node, before: Node | None) -> Record:
     return replace(record, seats=(*record.seats, _new_seat(Waiting(node))))
 
 
-def _admit_to_next_round(record: Record, admission: Admission, before: Node | None) -> Record:
+def _admit_to_next_round(
+    record: RendezvousRecord, admission: Admission, before: Node | None
+) -> RendezvousRecord:
     """While a round is complete, under policy ``group``."""
     node = admission.node
     rank = None
@@ -203,7 +208,7 @@ def _admit_to_next_round(record: Record, admission: Admission, before: Node | No
     return replace(record, waiting=(*record.waiting, Waiting(node, rank)))
 
 
-def _admit_to_seat(record: Record, admission: Admission, before: Node | None) -> Record:
+def _admit_to_seat(record: RendezvousRecord, admission: Admission, before: Node | None) -> RendezvousRecord:
     """Under policy ``rank``."""
     node = admission.node
     if before == node:
@@ -214,7 +219,7 @@ def _admit_to_seat(record: Record, admission: Admission, before: Node | None) ->
         if not hosts and (seat is None or replace(seat, occupant=None).fits(node)):
             return _replace_node(record, before, node)
         # It comes back with another number of ranks, or without the workers' store.
-        record, _ = remove(record, [before])
+        record, _ = remove_nodes(record, [before])
         if record.policy is RoundPolicy.GROUP and record.complete:
             return _admit_to_next_round(record, admission, None)
         if record.policy is RoundPolicy.GROUP:
@@ -223,7 +228,7 @@ def _admit_to_seat(record: Record, admission: Admission, before: Node | None) ->
     return replace(record, spares=(*record.spares, node)) if seated is None else seated
 
 
-def _take_seat(record: Record, node: Node) -> Record | None:
+def _take_seat(record: RendezvousRecord, node: Node) -> RendezvousRecord | None:
     """Under policy ``rank``: its old seat, else an empty one that fits, else a new one; None without room."""
     if len(record.participants) >= record.max_nodes:
         return None
@@ -237,7 +242,7 @@ def _take_seat(record: Record, node: Node) -> Record | None:
     return replace(record, seats=(*record.seats, seat), next_slot=record.next_slot + node.nproc)
 
 
-def _replace_node(record: Record, before: Node, node: Node) -> Record:
+def _replace_node(record: RendezvousRecord, before: Node, node: Node) -> RendezvousRecord:
     """Puts a node where its earlier incarnation was."""
 
     def other(old: Node) -> Node:
@@ -259,14 +264,14 @@ def _replace_node(record: Record, before: Node, node: Node) -> Record:
 # Moving --------------------------------------------------------------------------------------------------
 
 
-def _begin_round(record: Record) -> Record:
+def _begin_round(record: RendezvousRecord) -> RendezvousRecord:
     """All have left the round: the next one forms of those that wait."""
     seats = tuple(map(_new_seat, record.waiting))
     begun = replace(record, round=record.round + 1, complete=False, seats=seats, waiting=(), next_slot=0)
     return replace(begun, drains=())
 
 
-def _fill(record: Record) -> Record:
+def _fill(record: RendezvousRecord) -> RendezvousRecord:
     """While a round forms: spares take part as long as there is room."""
     room = max(0, record.max_nodes - len(record.participants))
     come, stay = record.spares[:room], record.spares[room:]
@@ -274,14 +279,14 @@ def _fill(record: Record) -> Record:
     return replace(record, seats=seats, spares=stay)
 
 
-def _call_spares(record: Record) -> Record:
+def _call_spares(record: RendezvousRecord) -> RendezvousRecord:
     """While a round is complete, under policy ``group``: spares wait for the next one if it has room."""
     room = max(0, record.max_nodes - len(record.participants) - len(record.waiting))
     come, stay = record.spares[:room], record.spares[room:]
     return replace(record, waiting=(*record.waiting, *map(Waiting, come)), spares=stay)
 
 
-def _seat_all(record: Record) -> Record:
+def _seat_all(record: RendezvousRecord) -> RendezvousRecord:
     """Under policy ``rank``: waiting nodes and spares take seats, as far as there are any."""
     candidates = (*(waiting.node for waiting in record.waiting), *record.spares)
     record = replace(record, waiting=(), spares=())
@@ -299,7 +304,7 @@ def _seat_all(record: Record) -> Record:
     return replace(record, spares=candidates)
 
 
-def _next_log(record: Record) -> Record:
+def _next_log(record: RendezvousRecord) -> RendezvousRecord:
     return replace(record, epoch=record.epoch + 1, folded=0)
 
 

@@ -8,7 +8,7 @@ import dataclasses
 import enum
 import math
 
-from .record import Node, Place, Record, RoundPolicy
+from .record import Node, NodePlace, RendezvousRecord, RoundPolicy
 
 
 class Action(enum.Enum):
@@ -30,9 +30,9 @@ class Action(enum.Enum):
 
 #: The actions that take this node out of the record, by where it is.
 REMOVAL = {
-    Place.SEAT: Action.REMOVE_FROM_PARTICIPANTS,
-    Place.WAITING: Action.REMOVE_FROM_WAIT_LIST,
-    Place.SPARE: Action.REMOVE_FROM_REDUNDANCY_LIST,
+    NodePlace.SEAT: Action.REMOVE_FROM_PARTICIPANTS,
+    NodePlace.WAITING: Action.REMOVE_FROM_WAIT_LIST,
+    NodePlace.SPARE: Action.REMOVE_FROM_REDUNDANCY_LIST,
 }
 
 
@@ -68,7 +68,7 @@ class Context:
     """
 
     node: Node
-    record: Record
+    record: RendezvousRecord
     now: float
     deadline: float = math.inf
     leaving: int | None = None
@@ -78,10 +78,10 @@ class Context:
     patience: float = 1.0
 
     @property
-    def place(self) -> Place | None:
+    def place(self) -> NodePlace | None:
         """Where this node is in the record; None also while it leaves the round that it has its seat in."""
         place = self.record.place_of(self.node)
-        if place is Place.SEAT and self.is_leaving:
+        if place is NodePlace.SEAT and self.is_leaving:
             return None
         return place
 
@@ -107,7 +107,7 @@ class Context:
     def has_enough(self) -> bool:
         """Whether there are enough nodes for the round, those of the log counted."""
         record = self.record
-        takes_part = self.place is Place.SEAT or self.is_announced
+        takes_part = self.place is NodePlace.SEAT or self.is_announced
         known = len(record.participants) + self.pending
         return not record.complete and takes_part and known >= record.min_nodes
 
@@ -126,7 +126,7 @@ class Context:
     @property
     def next_timer(self) -> float:
         """When `join` may answer differently though the record has not changed."""
-        deadline = math.inf if self.place is Place.SPARE else self.deadline
+        deadline = math.inf if self.place is NodePlace.SPARE else self.deadline
         return min(deadline, self.patience_ends, self.last_call_ends if self.has_enough else math.inf)
 
 
@@ -136,16 +136,16 @@ def join(context: Context) -> Action:
     place = context.place
     if record.closed:
         return Action.ERROR_CLOSED
-    if place is Place.SPARE:
+    if place is NodePlace.SPARE:
         return Action.SYNC  # for as long as it takes
-    if place is Place.SEAT and record.complete:
+    if place is NodePlace.SEAT and record.complete:
         return Action.FINISH
     if context.has_enough and context.now >= min(context.last_call_ends, context.deadline):
         return Action.MARK_RENDEZVOUS_COMPLETE
     if context.now >= context.deadline:
         if place is None and not context.is_announced:
             return Action.ERROR_TIMEOUT
-        return REMOVAL[place or Place.SEAT]
+        return REMOVAL[place or NodePlace.SEAT]
     if place is not None:
         return Action.SYNC
     return Action.SYNC if context.is_announced and not is_due(context) else _way_in(context)
@@ -199,10 +199,10 @@ def exit_(context: Context) -> Action:
     place = context.record.place_of(context.node)
     if place is None and not context.is_announced:
         return Action.FINISH
-    return Action.ERROR_TIMEOUT if context.now >= context.deadline else REMOVAL[place or Place.SEAT]
+    return Action.ERROR_TIMEOUT if context.now >= context.deadline else REMOVAL[place or NodePlace.SEAT]
 
 
-def nodes_waiting(record: Record, node: Node, round_number: int) -> int:
+def nodes_waiting(record: RendezvousRecord, node: Node, round_number: int) -> int:
     """How many nodes wait for the next round. If it is not 0, this node has to join again.
 
     A node that was taken out of its round counts itself.
@@ -215,6 +215,6 @@ def nodes_waiting(record: Record, node: Node, round_number: int) -> int:
     if record.closed:
         return 0
     waiting = len(record.waiting) if record.complete and record.policy is RoundPolicy.GROUP else 0
-    if record.round == round_number and record.complete and record.place_of(node) is Place.SEAT:
+    if record.round == round_number and record.complete and record.place_of(node) is NodePlace.SEAT:
         return waiting
     return max(1, waiting)

@@ -13,11 +13,11 @@ from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousGrac
 from ..exception import StoreError, StoreUnavailable
 from ..protocol.operations import Operations
 from .executor import REFRESH, Executor, note_process, observer
-from .moves import may_unseat
+from .moves import may_evict
 from .quarantine import Quarantine
-from .record import Node, Place, Record, RoundPolicy
-from .register import RECORD_KEY, Register, alive_key, goodbye_key, store_errors
-from .settings import Settings
+from .record import Node, NodePlace, RendezvousRecord, RoundPolicy
+from .register import RECORD_KEY, RecordRegister, alive_key, goodbye_key, store_errors
+from .settings import RendezvousSettings
 
 log = logging.getLogger(__name__)
 
@@ -35,10 +35,10 @@ _LONGEST_HELD = 120.0
 _FRESH = 1.0  # seconds; in less than that `KEPT_VERSIONS` do not go by
 
 
-def ring(record: Record, node: Node) -> list[Node]:
+def ring(record: RendezvousRecord, node: Node) -> list[Node]:
     """The nodes that this one may have to take out, the next one first; none if it is not in the record.
 
-    Under policy ``rank`` a spare is needed only if all nodes with seats are lost (`moves.may_unseat`). Other
+    Under policy ``rank`` a spare is needed only if all nodes with seats are lost (`moves.may_evict`). Other
     spares may be lost with them, and must not be given the seats.
     """
     everybody = record.nodes
@@ -46,12 +46,12 @@ def ring(record: Record, node: Node) -> list[Node]:
     if node.name not in names:
         return []
     here = names.index(node.name)
-    if record.policy is RoundPolicy.RANK and record.place_of(node) is not Place.SEAT:
+    if record.policy is RoundPolicy.RANK and record.place_of(node) is not NodePlace.SEAT:
         return [*everybody[:here], *everybody[here + 1 :]]
     return [*everybody[here + 1 :], *everybody[:here]]
 
 
-def nearest(record: Record, others: list[Node]) -> list[Node]:
+def nearest(record: RendezvousRecord, others: list[Node]) -> list[Node]:
     """The nodes of a ring that are watched while nothing is wrong: up to the second one that watches others.
 
     Under policy ``group`` that is the next two. Under policy ``rank``, where only a node with a seat takes
@@ -67,7 +67,7 @@ def nearest(record: Record, others: list[Node]) -> list[Node]:
     return watched
 
 
-def _watching(record: Record) -> set[str]:
+def _watching(record: RendezvousRecord) -> set[str]:
     """Names of the nodes that may take others out."""
     nodes = record.participants if record.policy is RoundPolicy.RANK else record.nodes
     return {node.name for node in nodes}
@@ -104,7 +104,7 @@ class NodeWatch:
         self._held_since = 0.0
         self._judges_from = 0.0
 
-    def silent(self, record: Record, outside: Iterable[Node] = ()) -> list[Node]:
+    def silent(self, record: RendezvousRecord, outside: Iterable[Node] = ()) -> list[Node]:
         """Looks at the neighbours in the record and returns those that are silent.
 
         Args:
@@ -127,7 +127,7 @@ class NodeWatch:
             return []
         return [node for node, seconds in stillness.items() if seconds >= self._timeout]
 
-    def _look(self, record: Record) -> dict[Node, float]:
+    def _look(self, record: RendezvousRecord) -> dict[Node, float]:
         """The nodes to look at, and for how long each has stood still."""
         others = ring(record, self._node)
         near = nearest(record, others)
@@ -175,7 +175,7 @@ class _Keeper(threading.Thread):
         register: the record, through that client; its board is notified if the store is lost.
     """
 
-    def __init__(self, name: str, register: Register) -> None:
+    def __init__(self, name: str, register: RecordRegister) -> None:
         super().__init__(name=f"ft_wrapper-rendezvous-{name}", daemon=True)
         self._register = register
         self._store = register.store
@@ -211,7 +211,7 @@ class Watcher(_Keeper):
         register: the record, through a client of its own; the first record is on its board already.
     """
 
-    def __init__(self, node: Node, register: Register) -> None:
+    def __init__(self, node: Node, register: RecordRegister) -> None:
         super().__init__(f"watch-{node.id}", register)
         self._node = node
         self._notified = self._board.known().version
@@ -240,7 +240,7 @@ class Watcher(_Keeper):
                 read_at = -math.inf  # the heart says so; much may have changed meanwhile
 
 
-class Heart(_Keeper):
+class NodeHeart(_Keeper):
     """Sends a node's heartbeat and takes out neighbours that are silent, until the rendezvous is closed.
 
     Args:
@@ -248,7 +248,7 @@ class Heart(_Keeper):
         settings: how often, and for how long a node may be silent.
     """
 
-    def __init__(self, executor: Executor, settings: Settings) -> None:
+    def __init__(self, executor: Executor, settings: RendezvousSettings) -> None:
         super().__init__(f"heart-{executor.node.id}", executor.register)
         self._executor = executor
         self._interval = settings.keep_alive_interval
@@ -293,15 +293,15 @@ class Heart(_Keeper):
             log.warning("no heartbeat from node %s for %g s: kept out, now forgotten", node, self._timeout)
             self._quarantine.remove(node)
             silent.remove(node)
-        if silent and may_unseat(record, self._executor.node, silent):
+        if silent and may_evict(record, self._executor.node, silent):
             names = ", node ".join(map(str, silent))
             log.warning(
                 "no heartbeat from node %s for %g s: removed from the rendezvous", names, self._timeout
             )
-            self._executor.expel(silent)
+            self._executor.evict(silent)
         return False
 
-    def _quarantined(self, record: Record) -> list[Node]:
+    def _quarantined(self, record: RendezvousRecord) -> list[Node]:
         """The nodes in quarantine, if this node watches them: the first in the record does."""
         node = self._executor.node
         if record.nodes and not node.is_same(record.nodes[0]):
@@ -327,7 +327,11 @@ class Presence:
     """
 
     def __init__(
-        self, node: Node, register: Register, new_register: Callable[[], Register], settings: Settings
+        self,
+        node: Node,
+        register: RecordRegister,
+        new_register: Callable[[], RecordRegister],
+        settings: RendezvousSettings,
     ) -> None:
         self.node = node
         self.store = register.store
@@ -342,7 +346,7 @@ class Presence:
             of_heart, of_watcher = new_register(), new_register()
             for its in (of_heart, of_watcher):
                 opened.callback(its.store.close)
-            self.heart = Heart(Executor(node, of_heart, settings), settings)
+            self.heart = NodeHeart(Executor(node, of_heart, settings), settings)
             self.watcher = Watcher(node, of_watcher)
             self.watcher.start()
             self.heart.start()

@@ -1,7 +1,7 @@
 """The record that all nodes agree on: its fields, what can be read off it, and its text in the store. Pure.
 
 The words of torch's elastic agents: the participants are the occupied seats, the wait list is
-`Record.waiting`, the redundancy list is `Record.spares`.
+`RendezvousRecord.waiting`, the redundancy list is `RendezvousRecord.spares`.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ class RoundPolicy(enum.Enum):
     RANK = "rank"
 
 
-class Place(enum.Enum):
+class NodePlace(enum.Enum):
     """Where a node is in the record."""
 
     SEAT = "seat"
@@ -153,7 +153,7 @@ class Admission:
 
 
 @dataclasses.dataclass(frozen=True)
-class Record:
+class RendezvousRecord:
     """The record.
 
     Args:
@@ -220,13 +220,13 @@ class Record:
         """The seat that the node has."""
         return next((seat for seat in self.seats if node.is_same(seat.occupant)), None)
 
-    def place_of(self, node: Node) -> Place | None:
+    def place_of(self, node: Node) -> NodePlace | None:
         """Where the node is; None if it is not in the record."""
         if self.seat_of(node) is not None:
-            return Place.SEAT
+            return NodePlace.SEAT
         if any(node.is_same(waiting.node) for waiting in self.waiting):
-            return Place.WAITING
-        return Place.SPARE if any(map(node.is_same, self.spares)) else None
+            return NodePlace.WAITING
+        return NodePlace.SPARE if any(map(node.is_same, self.spares)) else None
 
     def hosts_workers(self, seat: Seat) -> bool:
         """Whether the node in this seat hosts the workers' store."""
@@ -247,7 +247,7 @@ class Record:
         return _to_json({"format": FORMAT, **vars(self)})
 
     @classmethod
-    def from_text(cls, text: str) -> "Record":
+    def from_text(cls, text: str) -> "RendezvousRecord":
         """Reads a record.
 
         Raises:

@@ -16,13 +16,13 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError, Rend
 
 from ..exception import StoreError
 from ..protocol.operations import Append, Move, Operations, Wake, Write, read, read_log
-from .record import Admission, Record, Seat
+from .record import Admission, RendezvousRecord, Seat
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-OnUnseated = Callable[[tuple[Seat, ...]], None]
-OnChange = Callable[[Record], None]
+OnEvicted = Callable[[tuple[Seat, ...]], None]
+OnChange = Callable[[RendezvousRecord], None]
 OnLost = Callable[[Exception], None]
 
 #: So many keys that wake waiters stay. A wait for an older one lasts until its timeout: the key is gone.
@@ -30,7 +30,7 @@ KEPT_VERSIONS = 32
 
 _ROOT = "ft_wrapper/rendezvous/1"
 
-#: Register: the record. Never deleted.
+#: RecordRegister: the record. Never deleted.
 RECORD_KEY = f"{_ROOT}/state"
 
 
@@ -85,7 +85,7 @@ def agents_prefix(round_number: int) -> str:
     return f"{_ROOT}/agents/{round_number}"
 
 
-#: Register: the nodes that have not passed their check, each with the reason; see `quarantine`.
+#: RecordRegister: the nodes that have not passed their check, each with the reason; see `quarantine`.
 QUARANTINE_KEY = f"{_ROOT}/quarantine"
 
 
@@ -118,10 +118,10 @@ class Snapshot:
     """
 
     text: str
-    record: Record
+    record: RendezvousRecord
 
 
-class Register:
+class RecordRegister:
     """The record in a store, for one thread.
 
     Args:
@@ -130,7 +130,7 @@ class Register:
         board: where each record goes that is read or written; one of its own when None.
     """
 
-    def __init__(self, store: Operations, initial: Record, board: "Board | None" = None) -> None:
+    def __init__(self, store: Operations, initial: RendezvousRecord, board: "Board | None" = None) -> None:
         self.store = store
         self.board = Board() if board is None else board
         self._initial = Snapshot("", initial)
@@ -143,7 +143,7 @@ class Register:
         """The newest record that this process knows; read only if it knows none."""
         return self.board.latest() or self.read()
 
-    def change(self, change: Callable[[Record], Record]) -> Snapshot:
+    def change(self, change: Callable[[RendezvousRecord], RendezvousRecord]) -> Snapshot:
         """Changes the record: again with each newer one, until it is written or the change does nothing."""
         snapshot, won = self.latest(), False
         while not won and (after := change(snapshot.record)) != snapshot.record:
@@ -154,7 +154,7 @@ class Register:
         """Makes a new version of the record with nothing else changed, which wakes all that wait for one."""
         self.change(lambda record: dataclasses.replace(record, version=record.version + 1))
 
-    def replace(self, before: Snapshot, after: Record) -> tuple[Snapshot, bool]:
+    def replace(self, before: Snapshot, after: RendezvousRecord) -> tuple[Snapshot, bool]:
         """Replaces the record, unless another node has, and wakes those that wait for that.
 
         Returns:
@@ -219,7 +219,7 @@ class Register:
 
     def _snapshot(self, text: str) -> Snapshot:
         try:
-            return Snapshot(text, Record.from_text(text)) if text else self._initial
+            return Snapshot(text, RendezvousRecord.from_text(text)) if text else self._initial
         except ValueError as error:
             raise RendezvousStateError(f"store key {RECORD_KEY!r}: {error}") from error
 
@@ -230,18 +230,18 @@ class Board:
     A thread that waits here, unlike one that waits in a TCPStore, is interrupted by signals.
 
     Args:
-        on_unseated: notified of the seats that this node has taken from silent nodes.
+        on_evicted: notified of the seats that this node has taken from silent nodes.
         on_change: notified of each record.
         on_lost: notified, once, that the store is lost.
     """
 
     def __init__(
         self,
-        on_unseated: OnUnseated | None = None,
+        on_evicted: OnEvicted | None = None,
         on_change: OnChange | None = None,
         on_lost: OnLost | None = None,
     ) -> None:
-        self.on_unseated = _guarded("on_unseated", on_unseated)
+        self.on_evicted = _guarded("on_evicted", on_evicted)
         self.on_change = _guarded("on_change", on_change)
         self._on_lost = _guarded("on_lost", on_lost)
         self._changed = threading.Condition()
@@ -252,7 +252,7 @@ class Board:
         """The newest record; None if none is known yet."""
         return self._latest
 
-    def known(self) -> Record:
+    def known(self) -> RendezvousRecord:
         """The newest record, where one is known."""
         latest = self.latest()
         assert latest is not None

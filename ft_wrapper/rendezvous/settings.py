@@ -34,7 +34,7 @@ _IGNORED = frozenset({"timeout", "heartbeat_timeout", "rank", "is_host"})
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class RendezvousSettings:
     """How a rendezvous is configured.
 
     Args:
@@ -127,15 +127,15 @@ _TCP_ONLY = ("is_host", "store_type")
 _ETCD_ONLY = ("etcd_prefix", "cacert", "cert", "key", "ttl")
 
 
-def read_parameters(parameters: RendezvousParameters) -> tuple[Settings, Identity]:
+def read_parameters(parameters: RendezvousParameters) -> tuple[RendezvousSettings, Identity]:
     """Reads torch's parameters, as torchrun makes them of ``--rdzv-*`` and ``--nnodes``.
 
     Args:
-        parameters: ``config`` may hold all arguments of `Settings` but the first three and ``agreed``,
-            ``read_timeout``, ``node_id``, ``nproc`` and ``role``, as text or as values. On a TCPStore also
-            ``is_host`` and ``store_type`` (``tcp``); in etcd, which no node hosts, ``etcd_prefix``
-            (``ft_wrapper``), ``cacert``, ``cert`` and ``key`` (paths), ``ttl`` (seconds for which the keys of
-            a job that has died stay).
+        parameters: ``config`` may hold all arguments of `RendezvousSettings` but the first three and
+            ``agreed``, ``read_timeout``, ``node_id``, ``nproc`` and ``role``, as text or as values. On a
+            TCPStore also ``is_host`` and ``store_type`` (``tcp``); in etcd, which no node hosts,
+            ``etcd_prefix`` (``ft_wrapper``), ``cacert``, ``cert`` and ``key`` (paths), ``ttl`` (seconds for
+            which the keys of a job that has died stay).
 
     Raises:
         ValueError: something is unknown, or has a wrong value; names it and the way out.
@@ -148,7 +148,7 @@ def read_parameters(parameters: RendezvousParameters) -> tuple[Settings, Identit
     given: dict[str, Any] = {name: _number(name, config[name]) for name in _SECONDS if name in config}
     if "keep_alive_max_attempt" in config:
         given["keep_alive_max_attempt"] = _whole("keep_alive_max_attempt", config["keep_alive_max_attempt"])
-    settings = Settings(parameters.run_id, parameters.min_nodes, parameters.max_nodes, **given)
+    settings = RendezvousSettings(parameters.run_id, parameters.min_nodes, parameters.max_nodes, **given)
     identity = Identity(
         node_id=str(config["node_id"]) if "node_id" in config else node_id_from_environment(),
         is_index="node_id" not in config,

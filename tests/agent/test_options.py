@@ -21,7 +21,7 @@ from ft_wrapper.agent.options import Options, parse_args
 from ft_wrapper.agent.outputs import Logs
 from ft_wrapper.agent.process import Job
 from ft_wrapper.rank_assignment import ActivateAllRanks, MaxActiveWorldSize
-from ft_wrapper.rendezvous.settings import Identity, Settings, read_parameters
+from ft_wrapper.rendezvous.settings import Identity, RendezvousSettings, read_parameters
 from ft_wrapper.run import main, meet
 from ft_wrapper.testing.etcd_server import free_port
 
@@ -41,7 +41,7 @@ def parsed(*arguments: str) -> Options:
     return parse_args([*arguments, "--no-python", "true"])
 
 
-def read(options: Options) -> tuple[Settings, Identity, bool | None]:
+def read(options: Options) -> tuple[RendezvousSettings, Identity, bool | None]:
     """Settings, identity, and whether this node hosts the store."""
     assert options.rendezvous is not None
     return *read_parameters(options.rendezvous), options.rendezvous.get_as_bool("is_host")

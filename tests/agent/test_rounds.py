@@ -17,8 +17,8 @@ from ft_wrapper.protocol import Agreement
 from ft_wrapper.protocol.deaths import holders
 from ft_wrapper.protocol.entering import Entered
 from ft_wrapper.protocol.records import FAULT, Member
-from ft_wrapper.rendezvous.moves import adopt_rank_policy, close, complete, fold, remove
-from ft_wrapper.rendezvous.record import Admission, Node, Record, RoundPolicy, digest
+from ft_wrapper.rendezvous.moves import adopt_rank_policy, close, complete_round, fold, remove_nodes
+from ft_wrapper.rendezvous.record import Admission, Node, RendezvousRecord, RoundPolicy, digest
 from ft_wrapper.store import TCPStore, TCPStoreServer
 
 TIMEOUT = 120.0
@@ -28,13 +28,13 @@ def node(name: str, nproc: int = 1, role: str = "default") -> Node:
     return Node(name, 0, "host", nproc, role)
 
 
-def come(state: Record, *nodes: Node, leaves: int | None = None) -> Record:
+def come(state: RendezvousRecord, *nodes: Node, leaves: int | None = None) -> RendezvousRecord:
     old = [Admission(node("old"))] * state.folded
     return fold(state, [*old, *(Admission(one, leaves, digest(state.options)) for one in nodes)])
 
 
-def begun(*nodes: Node, high: int | None = None) -> Record:
-    return complete(come(Record(1, high or len(nodes)), *nodes))
+def begun(*nodes: Node, high: int | None = None) -> RendezvousRecord:
+    return complete_round(come(RendezvousRecord(1, high or len(nodes)), *nodes))
 
 
 def test_nothing_follows_while_all_are_there() -> None:
@@ -46,7 +46,7 @@ def test_nothing_follows_while_all_are_there() -> None:
 def test_a_lost_or_a_late_node_calls_all_together_unless_the_others_go_on() -> None:
     state = begun(node("a"), node("b"), high=3)
     for changed, what, word in (
-        (remove(state, [node("b")])[0], What.GONE, "node b is lost"),
+        (remove_nodes(state, [node("b")])[0], What.GONE, "node b is lost"),
         (come(state, node("c")), What.COME, "meet again"),
         (come(state, node("b"), leaves=0), What.COME, "meet again"),
     ):
@@ -54,12 +54,12 @@ def test_a_lost_or_a_late_node_calls_all_together_unless_the_others_go_on() -> N
         assert news is not None
         assert news.what is what
         assert word in news.why
-        kept = remove(adopt_rank_policy(state), [node("b")])[0] if word.endswith("lost") else None
+        kept = remove_nodes(adopt_rank_policy(state), [node("b")])[0] if word.endswith("lost") else None
         assert kept is None or what_follows(kept, node("a"), 0) is None
 
 
 def test_who_was_taken_out_comes_again() -> None:
-    state = remove(adopt_rank_policy(begun(node("a"), node("b"))), [node("b")])[0]
+    state = remove_nodes(adopt_rank_policy(begun(node("a"), node("b"))), [node("b")])[0]
     assert state.policy is RoundPolicy.RANK
     news = what_follows(state, node("b"), 0)
     assert news is not None
@@ -68,7 +68,7 @@ def test_who_was_taken_out_comes_again() -> None:
 
 
 def test_the_loss_of_the_ranks_store_calls_all_together() -> None:
-    state = remove(adopt_rank_policy(begun(node("a"), node("b"))), [node("a")])[0]
+    state = remove_nodes(adopt_rank_policy(begun(node("a"), node("b"))), [node("a")])[0]
     news = what_follows(state, node("b"), 0)
     assert news is not None
     assert news.what is What.GONE

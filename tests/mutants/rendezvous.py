@@ -76,8 +76,8 @@ RENDEZVOUS: list[Mutant] = [
     _of(
         "presence",
         "spares-are-in-the-ring-of-seats",
-        "record.policy is RoundPolicy.RANK and record.place_of(node) is not Place.SEAT",
-        "record.policy is RoundPolicy.RANK and record.place_of(node) is Place.SEAT",
+        "record.policy is RoundPolicy.RANK and record.place_of(node) is not NodePlace.SEAT",
+        "record.policy is RoundPolicy.RANK and record.place_of(node) is NodePlace.SEAT",
         "a spare finds out that all with seats are lost",
     ),
     _of(
@@ -167,8 +167,8 @@ RENDEZVOUS: list[Mutant] = [
     _of(
         "executor",
         "takes-nobody-out",
-        "if not moves.may_unseat(record, self.node, silent)",
-        "if moves.may_unseat(record, self.node, silent)",
+        "if not moves.may_evict(record, self.node, silent)",
+        "if moves.may_evict(record, self.node, silent)",
         "silent nodes are taken out",
     ),
     _of(
@@ -216,8 +216,8 @@ RENDEZVOUS: list[Mutant] = [
     _of(
         "operations",
         "holds-on-to-its-old-seat",
-        "if place is Place.SEAT and self.is_leaving:",
-        "if place is Place.SEAT and not self.is_leaving:",
+        "if place is NodePlace.SEAT and self.is_leaving:",
+        "if place is NodePlace.SEAT and not self.is_leaving:",
         "a node that leaves a round has no place in it",
     ),
 ]

@@ -14,7 +14,7 @@ from plugin_job import Job
 from ft_wrapper.compose import Compose
 from ft_wrapper.exception import InternalError, RankDiscarded
 from ft_wrapper.rank_assignment import MaxActiveWorldSize, RankAssignment, RankAssignmentCtx, ReplicaGroups
-from ft_wrapper.rank_assignment.replicas import arrange, complete
+from ft_wrapper.rank_assignment.replicas import fill_holes, ranks_in_replicas
 from ft_wrapper.state import State
 from ft_wrapper.testing import FakeStore
 
@@ -72,7 +72,7 @@ def test_each_place_is_given_once_and_replicas_that_stay_complete_do_not_move(lo
     size, world_size, active, lost = loss
     found = new_ranks(*loss)
     assert sorted(found.values()) == list(range(world_size - len(lost)))
-    end = complete(size, len(found))
+    end = ranks_in_replicas(size, len(found))
     assert all(found[rank] == rank for rank in found if rank < end)
     # A shard that one of the survivors holds is held by an active rank, so it is not lost.
     holders = {rank: place for rank, place in found.items() if rank < active}
@@ -84,7 +84,7 @@ def test_each_place_is_given_once_and_replicas_that_stay_complete_do_not_move(lo
 def price(loss: Loss, rank: int, place: int) -> tuple[int, int, int]:
     """What it costs to give a rank a place: shards to receive, to give up, and active ranks moved."""
     size, world_size, active, lost = loss
-    is_active, was_active = place < complete(size, world_size - len(lost)), rank < active
+    is_active, was_active = place < ranks_in_replicas(size, world_size - len(lost)), rank < active
     same = rank % size == place % size
     return (
         int(is_active and not (was_active and same)),
@@ -120,14 +120,14 @@ def cheapest(loss: Loss) -> tuple[int, ...]:
 @given(losses())
 def test_no_other_way_costs_less(loss: Loss) -> None:
     """Of all ways: fewest ranks receive a shard, of these fewest change shards, of these fewest move."""
-    assert added([price(loss, rank, place) for rank, place in arrange(*loss).items()]) == cheapest(loss)
+    assert added([price(loss, rank, place) for rank, place in fill_holes(*loss).items()]) == cheapest(loss)
 
 
 @settings(deadline=None)
 @given(losses())
 def test_no_active_rank_moves_while_there_are_spares_for_all(loss: Loss) -> None:
     _, _, active, lost = loss
-    places = arrange(*loss)
+    places = fill_holes(*loss)
     lost_active = sum(rank < active for rank in lost)
     if lost_active <= len(places) - (active - lost_active):
         assert all(places[rank] == rank for rank in places if rank < active)

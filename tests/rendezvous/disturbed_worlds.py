@@ -22,8 +22,8 @@ from ft_wrapper.exception import StoreUnavailable
 from ft_wrapper.rendezvous.executor import REFRESH
 from ft_wrapper.rendezvous.moves import adopt_rank_policy
 from ft_wrapper.rendezvous.presence import LOOK_AGAIN, RECONNECTS, WATCHED
-from ft_wrapper.rendezvous.register import KEPT_VERSIONS, Register
-from ft_wrapper.rendezvous.settings import Settings
+from ft_wrapper.rendezvous.register import KEPT_VERSIONS, RecordRegister
+from ft_wrapper.rendezvous.settings import RendezvousSettings
 from ft_wrapper.testing import Scheduler, Task
 
 BEGIN = 40.0
@@ -47,7 +47,7 @@ class DisturbedWorld(World):
         quiet_from: until then something is going on, as far as known.
     """
 
-    def __init__(self, scheduler: Scheduler, settings: Settings, hosted: bool) -> None:
+    def __init__(self, scheduler: Scheduler, settings: RendezvousSettings, hosted: bool) -> None:
         super().__init__(scheduler, settings, hosted=hosted)
         self.over = False
         self.speed: dict[str, float] = {}
@@ -219,7 +219,9 @@ def disturbed_world(seed: int) -> DisturbedWorld:
     is_large = dice.random() < 0.25
     seated = dice.randint(10, 22) if is_large else dice.randint(2, 6)
     spares = dice.choice([0, 0, 1, 2, 3])
-    settings = Settings("job", 1, seated, join_timeout=10_000.0, last_call_timeout=dice.choice([0.0, 1.0]))
+    settings = RendezvousSettings(
+        "job", 1, seated, join_timeout=10_000.0, last_call_timeout=dice.choice([0.0, 1.0])
+    )
     world = DisturbedWorld(scheduler, settings, hosted=dice.random() < 0.5)
     rank_policy = dice.random() < 0.5
 
@@ -305,7 +307,7 @@ def disturbed_world(seed: int) -> DisturbedWorld:
                 deaf = back + LOOK_AGAIN + TOLD_WITHIN
                 world.may_be_deaf[name] = max(deaf, world.may_be_deaf.get(name, 0.0))
         board = pick().board.__class__(scheduler)
-        register = Register(world.store.clone("churn churn"), world.initial, board)
+        register = RecordRegister(world.store.clone("churn churn"), world.initial, board)
         for _ in range(changes):
             register.read()
             register.touch()

@@ -26,9 +26,9 @@ from ft_wrapper.agent.signals import What
 from ft_wrapper.rendezvous.executor import Executor
 from ft_wrapper.rendezvous.moves import adopt_rank_policy
 from ft_wrapper.rendezvous.operations import nodes_waiting
-from ft_wrapper.rendezvous.record import Admission, Node, Place, Record, RoundPolicy, Seat
-from ft_wrapper.rendezvous.register import RECORD_KEY, Board, Register, Snapshot, log_key
-from ft_wrapper.rendezvous.settings import Settings
+from ft_wrapper.rendezvous.record import Admission, Node, NodePlace, RendezvousRecord, RoundPolicy, Seat
+from ft_wrapper.rendezvous.register import RECORD_KEY, Board, RecordRegister, Snapshot, log_key
+from ft_wrapper.rendezvous.settings import RendezvousSettings
 from ft_wrapper.store import StoreMixin
 from ft_wrapper.testing import Task
 from ft_wrapper.testing.scheduler import Policy
@@ -82,7 +82,7 @@ class Job:
 class NotedBoard(StoreBoard):
     """Says what a task learns from the memory that it shares with others of its node."""
 
-    def __init__(self, register: Register, memory: Board, scheduler: StateScheduler) -> None:
+    def __init__(self, register: RecordRegister, memory: Board, scheduler: StateScheduler) -> None:
         super().__init__(register, memory)
         self.scheduler = scheduler
 
@@ -121,7 +121,7 @@ class ExploredNode:
 
     def _make(self, what: str) -> tuple[Executor, NotedBoard]:
         job = self.job
-        register = Register(job.client(f"{what} {self.node.name}"), job.initial)
+        register = RecordRegister(job.client(f"{what} {self.node.name}"), job.initial)
         board = register.board = NotedBoard(register, self.memory, job.scheduler)
         return Executor(self.node, register, job.settings), board
 
@@ -173,7 +173,7 @@ class ExploredNode:
             if self.board.wait(state.version, REFRESH) is None:
                 self.executor.sweep()
 
-    def _has_to_come(self, state: Record, number: int) -> bool:
+    def _has_to_come(self, state: RendezvousRecord, number: int) -> bool:
         if self.job.what.rank_policy:  # as our own agent sees it
             news = what_follows(state, self.node, number)
             return news is not None and news.what in (What.COME, What.GONE)
@@ -182,7 +182,7 @@ class ExploredNode:
     def _is_over(self) -> bool:
         return self._state().closed
 
-    def _state(self) -> Record:
+    def _state(self) -> RendezvousRecord:
         return self.executor.register.latest().record
 
     def _end(self, fate: str) -> None:
@@ -224,7 +224,7 @@ class ExploredNode:
                     return
                 dead = [other for other in neighbours(state, self.node) if self.job.is_dead(other)]
                 if dead:
-                    executor.expel(dead)
+                    executor.evict(dead)
                 board.wait(state.version, REFRESH)
 
         self._spawn("heart", beat)
@@ -232,7 +232,7 @@ class ExploredNode:
     def suspect(self, other: Node) -> None:
         """Takes a node out that was silent for too long in its eyes, though it lives."""
         executor, _ = self._make(f"heart against {other.name} of")
-        self._spawn(f"heart against {other.name} of", lambda: executor.expel([other]) and None)
+        self._spawn(f"heart against {other.name} of", lambda: executor.evict([other]) and None)
 
     def _interrupt(self, what: str, function: Callable[[], None]) -> None:
         interrupted = self.agent
@@ -253,8 +253,10 @@ class ExploredJob:
     def __init__(self, what: Job, policy: Policy) -> None:
         self.what = what
         self.scheduler = StateScheduler(policy=policy, max_steps=2_000, max_time=2 * END)
-        self.settings = Settings("job", what.low, what.high, join_timeout=40.0, last_call_timeout=3.0)
-        self.initial = Record(what.low, what.high, self.settings.options(), hosted=what.hosted)
+        self.settings = RendezvousSettings(
+            "job", what.low, what.high, join_timeout=40.0, last_call_timeout=3.0
+        )
+        self.initial = RendezvousRecord(what.low, what.high, self.settings.options(), hosted=what.hosted)
         self.store = SimulatedStore(self.scheduler)
         self.nodes: list[ExploredNode] = []
         self.record = self.initial
@@ -262,7 +264,7 @@ class ExploredJob:
         self.disturbed_at = 0.0
         self.finished = False
         self._text = ""
-        self._versions: dict[int, Record] = {}
+        self._versions: dict[int, RendezvousRecord] = {}
         self._removed: set[str] = set()
         self._watched = False
         self.scheduler.add_state(self.known)
@@ -391,7 +393,7 @@ class ExploredJob:
         text = self.store.snapshot().get(RECORD_KEY, b"").decode()
         if text == self._text:
             return
-        self._text, before, after = text, self.record, Record.from_text(text)
+        self._text, before, after = text, self.record, RendezvousRecord.from_text(text)
         self.record = self._versions[after.version] = after
         check_record(after)
         check_change(before, after)
@@ -404,7 +406,9 @@ class ExploredJob:
                     self._check_seat(seat, seat.occupant, before, after)
         self._check_groups()
 
-    def _check_seat(self, seat: Seat, occupant: Node, before: Record, after: Record) -> None:
+    def _check_seat(
+        self, seat: Seat, occupant: Node, before: RendezvousRecord, after: RendezvousRecord
+    ) -> None:
         """A node keeps its seat until it leaves, dies, is superseded, or was silent."""
         now = after.seat_of(occupant)
         if now is not None and after.round == before.round:
@@ -426,17 +430,17 @@ class ExploredJob:
             return
         assert superseded or comes_again or node.leaving or not node.alive, f"{occupant} has lost its seat"
 
-    def _has_said_that_it_leaves(self, node: Node, before: Record) -> bool:
+    def _has_said_that_it_leaves(self, node: Node, before: RendezvousRecord) -> bool:
         lines = self.store.snapshot().get(log_key(before.epoch), b"").decode().splitlines()
         entries = [Admission.from_text(line) for line in lines]
         return any(entry.node == node and entry.leaves == before.round for entry in entries)
 
     @staticmethod
-    def _check_unseating(watcher: ExploredNode, before: Record, after: Record) -> None:
+    def _check_unseating(watcher: ExploredNode, before: RendezvousRecord, after: RendezvousRecord) -> None:
         """Who takes others out is in the record itself; with a seat, unless all are lost that have one."""
         place = before.place_of(watcher.node)
         assert place is not None, "taken out by a node that is out itself"
-        if before.policy is RoundPolicy.RANK and place is not Place.SEAT:
+        if before.policy is RoundPolicy.RANK and place is not NodePlace.SEAT:
             left = [node for node in before.participants if after.place_of(node) is not None]
             assert not left, "taken out by a node that has no seat"
 
@@ -453,12 +457,12 @@ class ExploredJob:
             assert seat.group_rank not in ranks, "two nodes with one group rank"
             ranks.add(seat.group_rank)
 
-    def check_told(self, node: ExploredNode, state: Record) -> None:
+    def check_told(self, node: ExploredNode, state: RendezvousRecord) -> None:
         """What a node is told was in the record."""
         assert state == self._versions[state.version]
         assert state.complete
         assert not state.closed
-        assert state.place_of(node.node) is Place.SEAT
+        assert state.place_of(node.node) is NodePlace.SEAT
         if self.record.seat_of(node.node) is not None:
             self._removed.discard(node.node.name)
 
@@ -486,7 +490,7 @@ class ExploredJob:
             assert state.complete, "there are enough nodes, and they do not come together"
             assert len(state.participants) == min(state.max_nodes, len(live)), "a node could be in and is not"
         for node in live.values():
-            seated = state.complete and state.place_of(node.node) is Place.SEAT
+            seated = state.complete and state.place_of(node.node) is NodePlace.SEAT
             assert node.inside == (state.round if seated else None), f"{node.node} is not where it should be"
 
 

@@ -18,7 +18,7 @@ from simulated_nodes import SimulatedNode, World
 
 from ft_wrapper.rendezvous.moves import adopt_rank_policy
 from ft_wrapper.rendezvous.record import RoundPolicy
-from ft_wrapper.rendezvous.settings import Settings
+from ft_wrapper.rendezvous.settings import RendezvousSettings
 from ft_wrapper.testing import Scheduler
 
 LOST_AT = 100.0
@@ -48,7 +48,7 @@ def lose(seated: int, spares: int, lost: Sequence[int], policy: str, seed: int =
     """Loses nodes at once, by their number in the order of the ring: first those with seats, then spares."""
     scheduler = Scheduler(seed, max_steps=10_000_000, max_time=_LONGEST + LOST_AT)
     low = max(1, min(seated, seated + spares - len(lost)))
-    settings = Settings("job", low, seated, join_timeout=10_000.0, last_call_timeout=1.0)
+    settings = RendezvousSettings("job", low, seated, join_timeout=10_000.0, last_call_timeout=1.0)
     world = World(scheduler, settings, hosted=False)
     dice = random.Random(seed)
     over: list[float] = []

@@ -16,16 +16,16 @@ from ft_wrapper.protocol.operations import Beat, Step
 from ft_wrapper.rendezvous.executor import Executor
 from ft_wrapper.rendezvous.moves import adopt_rank_policy
 from ft_wrapper.rendezvous.operations import nodes_waiting
-from ft_wrapper.rendezvous.presence import Heart, Watcher, nearest, ring
-from ft_wrapper.rendezvous.record import Node, Place, Record, RoundPolicy, Seat
-from ft_wrapper.rendezvous.register import RECORD_KEY, Board, Register, Snapshot
-from ft_wrapper.rendezvous.settings import Settings
+from ft_wrapper.rendezvous.presence import NodeHeart, Watcher, nearest, ring
+from ft_wrapper.rendezvous.record import Node, NodePlace, RendezvousRecord, RoundPolicy, Seat
+from ft_wrapper.rendezvous.register import RECORD_KEY, Board, RecordRegister, Snapshot
+from ft_wrapper.rendezvous.settings import RendezvousSettings
 from ft_wrapper.testing import Scheduler, Task
 from ft_wrapper.testing.clock import Waiter
 from tests.explorer.stores import SimulatedStore
 
 
-def neighbours(record: Record, node: Node) -> list[Node]:
+def neighbours(record: RendezvousRecord, node: Node) -> list[Node]:
     """The nodes that this one watches while nothing is wrong."""
     return nearest(record, ring(record, node))
 
@@ -38,7 +38,7 @@ class StoreBoard(Board):
         memory: where the newest record is, which the tasks of a node share.
     """
 
-    def __init__(self, register: Register, memory: Board) -> None:
+    def __init__(self, register: RecordRegister, memory: Board) -> None:
         super().__init__()
         self._register = register
         self._memory = memory
@@ -121,12 +121,12 @@ class SimulatedNode:
         self.joins_since: float | None = None
         self.slow_to_note = 0.0
         self.excused_until = 0.0  # it was stopped, and may be called silent
-        self.joined: Record | None = None
+        self.joined: RendezvousRecord | None = None
         self.died_at = 0.0
         self.unseated: list[Seat] = []
         self.board = SimulatedBoard(world.scheduler, self.unseated.extend, self._note)
         self.on_begin: Callable[[], None] = lambda: None
-        self.told: Record | None = None
+        self.told: RendezvousRecord | None = None
         self.heard_at = world.scheduler.now()
         self.began_at = world.scheduler.now()
         self.agent = world.scheduler.spawn(f"agent {node.name}", self._run, daemon=False)
@@ -137,14 +137,14 @@ class SimulatedNode:
         return not self.dead and not self.agent.done
 
     @property
-    def state(self) -> Record:
+    def state(self) -> RendezvousRecord:
         latest = self.board.latest()
         assert latest is not None
         return latest.record
 
     def _make(self, what: str) -> tuple[Executor, SimulatedStore]:
         store = self.world.store.clone(f"{what} {self.node.name}")
-        register = Register(store, self.world.initial, self.board)
+        register = RecordRegister(store, self.world.initial, self.board)
         return Executor(self.node, register, self.world.settings), store
 
     def _run(self) -> None:
@@ -173,9 +173,9 @@ class SimulatedNode:
 
     def _make_watcher(self) -> Watcher:
         store = self.world.store.clone(f"watch {self.node.name}")
-        return Watcher(self.node, Register(store, self.world.initial, self.board))
+        return Watcher(self.node, RecordRegister(store, self.world.initial, self.board))
 
-    def _note(self, state: Record) -> None:
+    def _note(self, state: RendezvousRecord) -> None:
         assert self.told is None or state.version > self.told.version, "told an older record"
         self.told = state
         seconds, self.slow_to_note = self.slow_to_note, 0.0
@@ -185,7 +185,7 @@ class SimulatedNode:
     def _beat(self) -> None:
         executor, store = self._make("heart")
         scheduler = self.world.scheduler
-        heart = Heart(executor, self.world.settings)
+        heart = NodeHeart(executor, self.world.settings)
         execute = store.execute
 
         def note_beat(steps: Sequence[Step]) -> list[str | None]:
@@ -198,7 +198,7 @@ class SimulatedNode:
         heart._stopping = VirtualStop(scheduler)  # type: ignore[assignment]
         look = heart._watch.silent
 
-        def silent(state: Record, outside: Iterable[Node] = ()) -> list[Node]:
+        def silent(state: RendezvousRecord, outside: Iterable[Node] = ()) -> list[Node]:
             began = scheduler.now()
             found = look(state, outside)
             for other in found:
@@ -210,7 +210,7 @@ class SimulatedNode:
 
     # What a plan does --------------------------------------------------------------------------------------
 
-    def join(self) -> Record:
+    def join(self) -> RendezvousRecord:
         """Takes part in the next round, or the running one."""
         leaving, self.inside = self.last_round, None
         self.joins_since = self.world.scheduler.now()
@@ -245,7 +245,7 @@ class World:
     def __init__(
         self,
         scheduler: Scheduler,
-        settings: Settings,
+        settings: RendezvousSettings,
         use_libuv: bool = True,
         pauses: bool = False,
         hosted: bool = True,
@@ -253,7 +253,9 @@ class World:
         self.scheduler = scheduler
         self.settings = settings
         self.store = SimulatedStore(scheduler, use_libuv=use_libuv)
-        self.initial = Record(settings.min_nodes, settings.max_nodes, settings.options(), hosted=hosted)
+        self.initial = RendezvousRecord(
+            settings.min_nodes, settings.max_nodes, settings.options(), hosted=hosted
+        )
         self.nodes: list[SimulatedNode] = []
         self.disturbed_at = 0.0
         self.pauses = pauses
@@ -288,7 +290,7 @@ class World:
         for task in sorted([node.agent, *node.others], key=lambda task: task is current):
             self.scheduler.crash(task)
 
-    def entered(self, node: SimulatedNode, state: Record, seat: Seat) -> None:
+    def entered(self, node: SimulatedNode, state: RendezvousRecord, seat: Seat) -> None:
         """A node is in the group: the same for all of them, and no one else has its rank."""
         assert seat.group_rank is not None
         size = self.expected.setdefault(state.round, len(state.seats))
@@ -311,7 +313,7 @@ class World:
             f"{node} lives and is healthy, and {observer.node} calls it silent"
         )
 
-    def _check_gone(self, before: Record, after: Record) -> None:
+    def _check_gone(self, before: RendezvousRecord, after: RendezvousRecord) -> None:
         """No one is out that lives, was heard, and has not said that it goes."""
         there = {node.name for node in after.nodes}
         for node in before.nodes:
@@ -329,7 +331,7 @@ class World:
         text = self._contents.get(RECORD_KEY, b"")
         if text is self._text:
             return
-        self._text, before, after = text, self.record, Record.from_text(text.decode())
+        self._text, before, after = text, self.record, RendezvousRecord.from_text(text.decode())
         if after == before:
             return
         self.record = after
@@ -351,7 +353,7 @@ class World:
             assert self.pauses or not late, f"two groups: {late} are still in an earlier round"
 
 
-def check_record(state: Record) -> None:
+def check_record(state: RendezvousRecord) -> None:
     """What holds for every record."""
     ids = [node.id for node in state.nodes]
     assert len(ids) == len(set(ids)), "a node is in two places"
@@ -375,7 +377,7 @@ def check_record(state: Record) -> None:
         assert not state.hosted or state.seats[0].occupant is not None, "the store of the workers is lost"
 
 
-def check_change(before: Record, after: Record) -> None:
+def check_change(before: RendezvousRecord, after: RendezvousRecord) -> None:
     """What holds for every change."""
     assert after.version == before.version + 1, "a version was passed over"
     assert not before.closed or after.closed, "closed is final"
@@ -408,7 +410,7 @@ def random_world(seed: int) -> World:
     dice = random.Random(seed)
     scheduler = Scheduler(seed, max_time=2000.0)
     max_nodes = dice.randint(1, 4)
-    settings = Settings(
+    settings = RendezvousSettings(
         "job",
         dice.randint(1, max_nodes),
         max_nodes,
@@ -484,7 +486,7 @@ def check_settled(world: World) -> None:
         assert state.complete
         assert len(state.participants) == min(state.max_nodes, len(live))
         assert all(
-            state.place_of(node.node) is not Place.SEAT or node.inside == state.round
+            state.place_of(node.node) is not NodePlace.SEAT or node.inside == state.round
             for node in world.nodes
             if node.alive
         )

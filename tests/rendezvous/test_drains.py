@@ -8,14 +8,14 @@ import pytest
 from test_record import begun, come, node
 
 from ft_wrapper.rendezvous import drains
-from ft_wrapper.rendezvous.moves import adopt_rank_policy, close, complete, remove
-from ft_wrapper.rendezvous.record import Drain, Record
+from ft_wrapper.rendezvous.moves import adopt_rank_policy, close, complete_round, remove_nodes
+from ft_wrapper.rendezvous.record import Drain, RendezvousRecord
 
 
-def formed(*names: str, nproc: int = 2, high: int | None = None) -> Record:
+def formed(*names: str, nproc: int = 2, high: int | None = None) -> RendezvousRecord:
     """A job on so many nodes, of two ranks each; those beyond ``high`` are spares."""
     nodes = [node(name, nproc=nproc) for name in names]
-    return adopt_rank_policy(complete(come(Record(1, high or len(nodes)), *nodes)))
+    return adopt_rank_policy(complete_round(come(RendezvousRecord(1, high or len(nodes)), *nodes)))
 
 
 def drain(node_name: str, *slots: int) -> Drain:
@@ -23,26 +23,26 @@ def drain(node_name: str, *slots: int) -> Drain:
 
 
 def test_a_record_with_drains_is_read_as_it_was_written() -> None:
-    state = drains.add(
-        drains.add(formed("a", "b", "c"), drain("b:0"), range(6), 1), drain("c:0", 4), range(6), 1
+    state = drains.request(
+        drains.request(formed("a", "b", "c"), drain("b:0"), range(6), 1), drain("c:0", 4), range(6), 1
     )
     assert state.drains == (drain("b:0"), drain("c:0", 4))
-    assert Record.from_text(state.to_text()) == state
+    assert RendezvousRecord.from_text(state.to_text()) == state
 
 
 def test_the_same_drain_is_there_once_and_goes_with_its_node() -> None:
-    state = drains.add(formed("a", "b"), drain("b:0"), range(4), 1)
-    assert drains.add(state, drain("b:0"), range(4), 1) == state
-    assert remove(state, [node("b", nproc=2)])[0].drains == ()
+    state = drains.request(formed("a", "b"), drain("b:0"), range(4), 1)
+    assert drains.request(state, drain("b:0"), range(4), 1) == state
+    assert remove_nodes(state, [node("b", nproc=2)])[0].drains == ()
 
 
 def test_of_two_drains_the_one_that_leaves_less_time_counts() -> None:
     """A cloud's notice of 25 s comes behind a drain that had ten minutes."""
     long, short = replace(drain("b:0"), within=600.0), replace(drain("b:0"), within=25.0)
-    state = drains.add(formed("a", "b"), long, range(4), 1)
-    state = drains.add(state, short, range(4), 1)
+    state = drains.request(formed("a", "b"), long, range(4), 1)
+    state = drains.request(state, short, range(4), 1)
     assert state.drains == (short,)
-    assert drains.add(state, long, range(4), 1).drains == (short,)
+    assert drains.request(state, long, range(4), 1).drains == (short,)
 
 
 def test_nodes_and_slots_are_found() -> None:
@@ -63,7 +63,7 @@ def test_a_spare_node_has_no_ranks() -> None:
 
 
 def test_a_lost_nodes_slots_are_not_found() -> None:
-    state, _ = remove(formed("a", "b"), [node("b", nproc=2)])
+    state, _ = remove_nodes(formed("a", "b"), [node("b", nproc=2)])
     with pytest.raises(ValueError, match="no node or slot '2'"):
         drains.find(state, "2", 30.0)
 
@@ -80,32 +80,32 @@ def test_a_lost_nodes_slots_are_not_found() -> None:
     ],
 )
 def test_too_few_that_would_be_left(asked: Drain, living: range, least: int, why: str) -> None:
-    assert drains.why_not(formed("a", "b"), asked, living, least) == why
+    assert drains.drain_refusal(formed("a", "b"), asked, living, least) == why
 
 
 def test_two_drains_count_together() -> None:
-    state = drains.add(formed("a", "b", "c"), drain("b:0"), range(6), 3)
-    assert drains.why_not(state, drain("c:0", 4), range(6), 3) == ""
+    state = drains.request(formed("a", "b", "c"), drain("b:0"), range(6), 3)
+    assert drains.drain_refusal(state, drain("c:0", 4), range(6), 3) == ""
     with pytest.raises(ValueError, match="2 ranks would be left"):
-        drains.add(state, drain("c:0"), range(6), 3)
+        drains.request(state, drain("c:0"), range(6), 3)
 
 
 def test_a_spare_node_that_fits_counts() -> None:
     state = formed("a", "b", "c", high=2)
-    assert drains.why_not(state, drain("b:0"), range(4), 4) == ""
-    assert drains.why_not(state, drain("b:0", 2), range(4), 4), "the node stays, and so does its seat"
-    two = drains.add(state, drain("b:0"), range(4), 2)
-    assert drains.why_not(two, drain("a:0"), range(4), 4), "one spare node takes one seat"
+    assert drains.drain_refusal(state, drain("b:0"), range(4), 4) == ""
+    assert drains.drain_refusal(state, drain("b:0", 2), range(4), 4), "the node stays, and so does its seat"
+    two = drains.request(state, drain("b:0"), range(4), 2)
+    assert drains.drain_refusal(two, drain("a:0"), range(4), 4), "one spare node takes one seat"
     other = replace(state, spares=(node("c", nproc=3),))
-    assert drains.why_not(other, drain("b:0"), range(4), 4)
+    assert drains.drain_refusal(other, drain("b:0"), range(4), 4)
 
 
 def test_before_a_job_has_formed_nodes_count() -> None:
     state = begun(node("a"), node("b"), low=1)
-    assert drains.why_not(state, drain("b:0"), (), 0) == ""
+    assert drains.drain_refusal(state, drain("b:0"), (), 0) == ""
     state = begun(node("a"), node("b"), low=2)
-    assert drains.why_not(state, drain("b:0"), (), 0) == "1 node would be left, fewer than --nnodes=2"
+    assert drains.drain_refusal(state, drain("b:0"), (), 0) == "1 node would be left, fewer than --nnodes=2"
 
 
 def test_nothing_is_drained_once_the_job_is_over() -> None:
-    assert drains.why_not(close(formed("a", "b")), drain("b:0"), range(4), 1) == "the job is over"
+    assert drains.drain_refusal(close(formed("a", "b")), drain("b:0"), range(4), 1) == "the job is over"

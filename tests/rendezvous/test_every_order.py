@@ -16,8 +16,8 @@ from explored_nodes import CLOSE, CRASH, EXIT, FAILURE, LATE, SUSPECT, ExploredJ
 from ft_wrapper.rendezvous import moves, operations
 from ft_wrapper.rendezvous.executor import Executor
 from ft_wrapper.rendezvous.operations import Action, Announced, Context
-from ft_wrapper.rendezvous.record import Admission, Record, RoundPolicy, Seat, digest
-from ft_wrapper.rendezvous.register import RECORD_KEY, Register, Snapshot, version_key
+from ft_wrapper.rendezvous.record import Admission, RendezvousRecord, RoundPolicy, Seat, digest
+from ft_wrapper.rendezvous.register import RECORD_KEY, RecordRegister, Snapshot, version_key
 from ft_wrapper.testing import SchedulerError
 
 
@@ -108,7 +108,7 @@ def believes_that_it_has_left(patch: pytest.MonkeyPatch) -> None:
         if action not in operations.REMOVAL.values():
             return right(self, action, snapshot, context)
         entries = self.register.admissions(snapshot.record.epoch) if context.is_announced else []
-        after, _ = moves.remove(moves.fold(snapshot.record, entries), [self.node])
+        after, _ = moves.remove_nodes(moves.fold(snapshot.record, entries), [self.node])
         if after == snapshot.record:
             self._announced = None
             return snapshot
@@ -129,7 +129,7 @@ def takes_entries_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def takes_entries_though_all_is_over(patch: pytest.MonkeyPatch) -> None:
-    def fold(record: Record, entries: list[Admission]) -> Record:
+    def fold(record: RendezvousRecord, entries: list[Admission]) -> RendezvousRecord:
         after = right(dataclasses.replace(record, closed=False), entries)
         return dataclasses.replace(after, closed=record.closed)
 
@@ -140,7 +140,7 @@ def takes_entries_though_all_is_over(patch: pytest.MonkeyPatch) -> None:
 def is_not_final(patch: pytest.MonkeyPatch) -> None:
     """Who takes the log into the record writes it as if it were not closed."""
 
-    def fold(record: Record, entries: list[Admission]) -> Record:
+    def fold(record: RendezvousRecord, entries: list[Admission]) -> RendezvousRecord:
         return right(dataclasses.replace(record, closed=False), entries)
 
     right = moves.fold
@@ -148,7 +148,7 @@ def is_not_final(patch: pytest.MonkeyPatch) -> None:
 
 
 def sets_instead_of_comparing(patch: pytest.MonkeyPatch) -> None:
-    def replace(self: Register, before: Snapshot, after: Record) -> tuple[Snapshot, bool]:
+    def replace(self: RecordRegister, before: Snapshot, after: RendezvousRecord) -> tuple[Snapshot, bool]:
         version = before.record.version + 1
         written = dataclasses.replace(after, version=version, writer=next(self.store.nonces))
         text = written.to_text()
@@ -156,19 +156,19 @@ def sets_instead_of_comparing(patch: pytest.MonkeyPatch) -> None:
         self.store.multi_set([version_key(version - 1), version_key(version)], ["", text])
         return Snapshot(text, written), True
 
-    patch.setattr(Register, "replace", replace)
+    patch.setattr(RecordRegister, "replace", replace)
 
 
 def takes_out_though_it_is_out_itself(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(moves, "may_unseat", lambda record, node, silent: not record.closed)
+    patch.setattr(moves, "may_evict", lambda record, node, silent: not record.closed)
 
 
 def takes_out_though_it_is_a_spare(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(moves, "may_unseat", lambda record, node, silent: record.place_of(node) is not None)
+    patch.setattr(moves, "may_evict", lambda record, node, silent: record.place_of(node) is not None)
 
 
 def spares_never_take_out(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(moves, "may_unseat", lambda record, node, silent: record.seat_of(node) is not None)
+    patch.setattr(moves, "may_evict", lambda record, node, silent: record.seat_of(node) is not None)
 
 
 def takes_a_seat_that_is_taken(patch: pytest.MonkeyPatch) -> None:
@@ -176,7 +176,7 @@ def takes_a_seat_that_is_taken(patch: pytest.MonkeyPatch) -> None:
 
 
 def begins_a_round_while_the_last_one_is_on(patch: pytest.MonkeyPatch) -> None:
-    def begins(record: Record) -> Record:
+    def begins(record: RendezvousRecord) -> RendezvousRecord:
         if record.policy is not RoundPolicy.RANK and record.complete and record.waiting:
             record = moves._begin_round(record)
         return right(record)
@@ -188,7 +188,7 @@ def begins_a_round_while_the_last_one_is_on(patch: pytest.MonkeyPatch) -> None:
 def gives_ranks_by_order_only(patch: pytest.MonkeyPatch) -> None:
     """All seats of a round have rank 0."""
 
-    def complete(record: Record) -> Record:
+    def complete(record: RendezvousRecord) -> RendezvousRecord:
         done = right(record)
         if done is record:
             return record
@@ -196,8 +196,8 @@ def gives_ranks_by_order_only(patch: pytest.MonkeyPatch) -> None:
             done, seats=tuple(dataclasses.replace(seat, group_rank=0) for seat in done.seats)
         )
 
-    right = moves.complete
-    patch.setattr(moves, "complete", complete)
+    right = moves.complete_round
+    patch.setattr(moves, "complete_round", complete)
 
 
 def waits_for_others_to_take_the_log(patch: pytest.MonkeyPatch) -> None:
@@ -205,7 +205,7 @@ def waits_for_others_to_take_the_log(patch: pytest.MonkeyPatch) -> None:
 
 
 def lets_more_in_than_there_may_be(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Record, "is_full", property(lambda self: False))
+    patch.setattr(RendezvousRecord, "is_full", property(lambda self: False))
 
 
 MISTAKES: list[tuple[Patch, Job, str]] = [

@@ -38,8 +38,8 @@ from ft_wrapper.rendezvous.handler import (
     FtRendezvousHandler,
     create_handler,
 )
-from ft_wrapper.rendezvous.presence import Heart
-from ft_wrapper.rendezvous.record import Record, RoundPolicy, Seat
+from ft_wrapper.rendezvous.presence import NodeHeart
+from ft_wrapper.rendezvous.record import RendezvousRecord, RoundPolicy, Seat
 from ft_wrapper.rendezvous.register import (
     RECORD_KEY,
     alive_key,
@@ -47,7 +47,7 @@ from ft_wrapper.rendezvous.register import (
     goodbye_key,
     process_key,
 )
-from ft_wrapper.rendezvous.settings import Identity, Settings, parameters_from_url
+from ft_wrapper.rendezvous.settings import Identity, RendezvousSettings, parameters_from_url
 from ft_wrapper.store import TCPStore, TCPStoreServer
 from ft_wrapper.store.address import EtcdAddress
 from ft_wrapper.testing import EtcdServer, FakeStore
@@ -70,10 +70,10 @@ class Nodes:
     def make(self, node_id: str | None, low: int, high: int, **settings: Any) -> FtRendezvousHandler:
         more = {"nproc": settings.pop("nproc", 1), "is_index": settings.pop("is_index", False)}
         identity = Identity(node_id, "localhost", **more)
-        hooks = {name: settings.pop(name) for name in ("on_unseated", "on_change") if name in settings}
+        hooks = {name: settings.pop(name) for name in ("on_evicted", "on_change") if name in settings}
         settings = {"join_timeout": TIMEOUT, "last_call_timeout": 0.2, **settings}
         handler = FtRendezvousHandler(
-            Settings("job", low, high, **settings), identity, self.make_backend(), **hooks
+            RendezvousSettings("job", low, high, **settings), identity, self.make_backend(), **hooks
         )
         self._made.append(handler)
         return handler
@@ -105,7 +105,9 @@ def nodes(request: pytest.FixtureRequest, prefix: str, etcd_if_any: object) -> I
     server.close()
 
 
-def wait_until(handler: FtRendezvousHandler, condition: Callable[[Record], bool]) -> Record:
+def wait_until(
+    handler: FtRendezvousHandler, condition: Callable[[RendezvousRecord], bool]
+) -> RendezvousRecord:
     """Waits until the handler knows a record for which the condition holds."""
     state = handler.record
     assert state is not None
@@ -134,7 +136,7 @@ def thaw(handler: FtRendezvousHandler) -> None:
     """Has a frozen node send heartbeats again."""
     presence, settings = handler._presence, handler.settings
     assert presence is not None
-    presence.heart = Heart(Executor(presence.node, handler._new_register(), settings), settings)
+    presence.heart = NodeHeart(Executor(presence.node, handler._new_register(), settings), settings)
     presence.heart.start()
 
 
@@ -153,7 +155,7 @@ def test_two_nodes_meet(nodes: Nodes) -> None:
 def test_nodes_meet_in_memory() -> None:
     """On a backend that is no TCPStore: a round, one more node, the end."""
     store = FakeStore(RealClock())
-    settings = Settings("job", 1, 2, join_timeout=TIMEOUT, last_call_timeout=0.1)
+    settings = RendezvousSettings("job", 1, 2, join_timeout=TIMEOUT, last_call_timeout=0.1)
     host, late = (
         FtRendezvousHandler(settings, Identity(str(number)), MemoryBackend(store, is_host=number == 0))
         for number in range(2)
@@ -179,10 +181,10 @@ def test_nodes_meet_in_memory() -> None:
 
 def test_a_host_that_may_not_join_stays_until_the_others_know_why() -> None:
     store, joined, ended = FakeStore(RealClock()), threading.Event(), threading.Event()
-    settings = Settings("job", 2, 2, join_timeout=TIMEOUT)
+    settings = RendezvousSettings("job", 2, 2, join_timeout=TIMEOUT)
     others = dataclasses.replace(settings, max_nodes=3)
 
-    def hold(state: Record) -> None:
+    def hold(state: RendezvousRecord) -> None:
         joined.set()
         if state.closed:
             ended.wait(0.3)  # until the host has gone too early, if it does
@@ -208,7 +210,7 @@ def test_a_host_that_may_not_join_stays_until_the_others_know_why() -> None:
 def test_a_node_that_hears_of_the_end_need_not_tell_it() -> None:
     """The host may be gone, with its store, as soon as all have heard of it."""
     store, ours = FakeStore(RealClock()), threading.Event()
-    settings = Settings("job", 2, 2, join_timeout=TIMEOUT)
+    settings = RendezvousSettings("job", 2, 2, join_timeout=TIMEOUT)
     host = FtRendezvousHandler(settings, Identity("0"), MemoryBackend(store, is_host=True))
     other = FtRendezvousHandler(settings, Identity("1"), MemoryBackend(store))
     with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -265,7 +267,7 @@ def test_late_node_is_counted_and_is_in_the_next_round(nodes: Nodes) -> None:
 def test_lost_node_is_taken_out_and_comes_back(nodes: Nodes) -> None:
     fast = {"keep_alive_interval": 0.2, "keep_alive_max_attempt": 15}  # 3 s: a busy machine is no fault
     lost: queue.SimpleQueue[tuple[Seat, ...]] = queue.SimpleQueue()
-    a = nodes.make("0", 1, 2, on_unseated=lost.put, **fast)
+    a = nodes.make("0", 1, 2, on_evicted=lost.put, **fast)
     b = nodes.make("1", 1, 2, nproc=3, **fast)
     nodes.all_join(a, b)
     freeze(b)
@@ -284,7 +286,7 @@ def test_lost_node_is_taken_out_and_comes_back(nodes: Nodes) -> None:
 def test_policy_rank_gives_the_seat_to_a_spare_and_none_is_disturbed(nodes: Nodes) -> None:
     fast = {"keep_alive_interval": 0.2, "keep_alive_max_attempt": 15}  # 3 s: a busy machine is no fault
     lost: queue.SimpleQueue[tuple[Seat, ...]] = queue.SimpleQueue()
-    a = nodes.make("0", 1, 2, on_unseated=lost.put, **fast)
+    a = nodes.make("0", 1, 2, on_evicted=lost.put, **fast)
     b, c = nodes.make("1", 1, 2, **fast), nodes.make("2", 1, 2, **fast)
     nodes.all_join(a, b)
     assert a.adopt_rank_policy()
@@ -390,7 +392,7 @@ def test_an_index_whose_agent_is_known_to_be_gone_is_not_waited_for(nodes: Nodes
         first.leave()
     elif how == "evicted":
         freeze_now(first)
-        other._with_side(lambda side: side.change(lambda record: moves.remove(record, [node])[0]))
+        other._with_side(lambda side: side.change(lambda record: moves.remove_nodes(record, [node])[0]))
     elif how == "ended here":
         freeze_now(first)
         store = first._backend.connect()
@@ -483,7 +485,7 @@ def test_garbage_in_the_record_names_the_key(nodes: Nodes) -> None:
 def test_lost_store_is_an_error() -> None:
     server = TCPStoreServer(0)
     backend = TcpBackend(f"localhost:{server.port}", read_timeout=0.5)
-    settings = Settings("job", 1, 1, keep_alive_interval=0.1, last_call_timeout=0.0)
+    settings = RendezvousSettings("job", 1, 1, keep_alive_interval=0.1, last_call_timeout=0.0)
     handler = FtRendezvousHandler(settings, Identity("0", "localhost"), backend)
     handler.next_rendezvous()
     server.close()
@@ -518,7 +520,7 @@ def test_signal_ends_the_wait_and_the_node_is_gone(nodes: Nodes) -> None:
 
     main = threading.get_ident()
 
-    def noticed(state: Record) -> None:
+    def noticed(state: RendezvousRecord) -> None:
         if state.participants:
             signal.pthread_kill(main, signal.SIGUSR1)
 
@@ -640,7 +642,7 @@ def test_a_member_of_etcd_on_this_node_does_not_make_it_the_only_one(etcd: EtcdS
 
 def test_an_error_in_one_close_skips_no_other() -> None:
     backend, opened = MemoryBackend(FakeStore(RealClock())), mock.Mock()
-    handler = FtRendezvousHandler(Settings("job", 1, 1), Identity("0"), backend)
+    handler = FtRendezvousHandler(RendezvousSettings("job", 1, 1), Identity("0"), backend)
     presence = handler.begin()
     handler._opened.callback(opened)
     end = presence.end

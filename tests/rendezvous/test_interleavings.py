@@ -16,8 +16,8 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
 from ft_wrapper.rendezvous import moves, operations
 from ft_wrapper.rendezvous.moves import adopt_rank_policy
-from ft_wrapper.rendezvous.record import Admission, Record, RoundPolicy
-from ft_wrapper.rendezvous.settings import Settings
+from ft_wrapper.rendezvous.record import Admission, RendezvousRecord, RoundPolicy
+from ft_wrapper.rendezvous.settings import RendezvousSettings
 from ft_wrapper.testing import Scheduler, SchedulerError
 
 END = 300.0
@@ -45,7 +45,7 @@ def test_random_schedules() -> None:
 def crash_world(step: int, *, rank_policy: bool, respawns: bool, task: str) -> tuple[World, bool]:
     """Three nodes of which two are enough; the third dies just before a step of its agent or its heart."""
     scheduler = Scheduler(7, max_time=2000.0)
-    world = World(scheduler, Settings("job", 2, 3, join_timeout=200.0, last_call_timeout=2.0))
+    world = World(scheduler, RendezvousSettings("job", 2, 3, join_timeout=200.0, last_call_timeout=2.0))
     died = False
 
     def plan(node: SimulatedNode) -> None:
@@ -90,7 +90,7 @@ def test_crash_at_every_step(rank_policy: bool, respawns: bool) -> None:
 def test_policy_rank_keeps_the_others_where_they_are() -> None:
     """A node is lost, a spare takes its seat, it comes back as a spare: no one else joins again."""
     scheduler = Scheduler(3, max_time=2000.0)
-    world = World(scheduler, Settings("job", 2, 2, last_call_timeout=0.0))
+    world = World(scheduler, RendezvousSettings("job", 2, 2, last_call_timeout=0.0))
 
     def first(node: SimulatedNode) -> None:
         node.join()
@@ -129,7 +129,7 @@ def test_policy_rank_keeps_the_others_where_they_are() -> None:
 def test_paused_node_is_out_and_comes_back() -> None:
     """Longer silent than it may be: the others go on without it; it learns so, and joins the next round."""
     scheduler = Scheduler(5, max_time=2000.0)
-    world = World(scheduler, Settings("job", 1, 2, last_call_timeout=1.0), pauses=True)
+    world = World(scheduler, RendezvousSettings("job", 1, 2, last_call_timeout=1.0), pauses=True)
 
     def plan(node: SimulatedNode) -> None:
         node.join()
@@ -155,7 +155,7 @@ def test_paused_node_is_out_and_comes_back() -> None:
 def test_closing_while_others_join() -> None:
     for seed in range(60):
         scheduler = Scheduler(seed)
-        world = World(scheduler, Settings("job", 2, 3, last_call_timeout=5.0))
+        world = World(scheduler, RendezvousSettings("job", 2, 3, last_call_timeout=5.0))
 
         def plan(node: SimulatedNode) -> None:
             if node.node.id == "0":
@@ -184,7 +184,7 @@ def finds(scheduler_seeds: range) -> bool:
 
 
 def test_finds_a_round_that_begins_while_the_last_one_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    def begins(record: Record) -> Record:
+    def begins(record: RendezvousRecord) -> RendezvousRecord:
         if record.policy is not RoundPolicy.RANK and record.complete and record.waiting:
             record = moves._begin_round(record)
         return right(record)
@@ -195,7 +195,7 @@ def test_finds_a_round_that_begins_while_the_last_one_is_on(monkeypatch: pytest.
 
 
 def test_finds_that_entries_are_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    def takes_all(record: Record, entries: list[Admission]) -> Record:
+    def takes_all(record: RendezvousRecord, entries: list[Admission]) -> RendezvousRecord:
         return right(dataclasses.replace(record, folded=0), entries)
 
     right = moves.fold
@@ -204,7 +204,7 @@ def test_finds_that_entries_are_taken_again(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_finds_seats_given_beyond_the_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Record, "is_full", property(lambda self: False))
+    monkeypatch.setattr(RendezvousRecord, "is_full", property(lambda self: False))
     assert finds(range(200))
 
 

@@ -8,28 +8,28 @@ import pytest
 from simulated_nodes import neighbours
 
 from ft_wrapper.rendezvous.executor import Executor
-from ft_wrapper.rendezvous.moves import may_unseat
-from ft_wrapper.rendezvous.presence import Heart, NodeWatch
+from ft_wrapper.rendezvous.moves import may_evict
+from ft_wrapper.rendezvous.presence import NodeHeart, NodeWatch
 from ft_wrapper.rendezvous.quarantine import Quarantine
-from ft_wrapper.rendezvous.record import Node, Record, RoundPolicy, Seat
-from ft_wrapper.rendezvous.register import QUARANTINE_KEY, Register, Snapshot, alive_key
-from ft_wrapper.rendezvous.settings import Settings
+from ft_wrapper.rendezvous.record import Node, RendezvousRecord, RoundPolicy, Seat
+from ft_wrapper.rendezvous.register import QUARANTINE_KEY, RecordRegister, Snapshot, alive_key
+from ft_wrapper.rendezvous.settings import RendezvousSettings
 from ft_wrapper.testing import FakeStore
 
 NODES = [Node(str(number)) for number in range(6)]
-SETTINGS = Settings("job", 1, 6, keep_alive_interval=5.0, keep_alive_max_attempt=3)
+SETTINGS = RendezvousSettings("job", 1, 6, keep_alive_interval=5.0, keep_alive_max_attempt=3)
 
 
-def record(policy: str, seated: int, spares: int, empty: tuple[int, ...] = ()) -> Record:
+def record(policy: str, seated: int, spares: int, empty: tuple[int, ...] = ()) -> RendezvousRecord:
     seats = tuple(
         Seat(n, n, 1, "default", None if n in empty else NODES[n], NODES[n].id) for n in range(seated)
     )
-    return Record(
+    return RendezvousRecord(
         1, 6, complete=True, policy=policy, seats=seats, spares=tuple(NODES[seated : seated + spares])
     )
 
 
-def watched(state: Record) -> list[str]:
+def watched(state: RendezvousRecord) -> list[str]:
     """Whom each node watches, as text."""
     return ["".join(other.id for other in neighbours(state, node)) for node in state.nodes]
 
@@ -45,7 +45,7 @@ def watched(state: Record) -> list[str]:
         (record(RoundPolicy.RANK, 1, 1), ["1", "0"]),
     ],
 )
-def test_neighbours(state: Record, expected: list[str]) -> None:
+def test_neighbours(state: RendezvousRecord, expected: list[str]) -> None:
     assert watched(state) == expected
     assert neighbours(state, Node("other")) == []
 
@@ -62,13 +62,13 @@ def test_two_that_may_act_watch_each_node_under_policy_rank() -> None:
 def test_who_may_take_others_out() -> None:
     state = record(RoundPolicy.RANK, 2, 2)
     seated, other, spare, _ = NODES[:4]
-    assert may_unseat(state, seated, [other])
-    assert not may_unseat(state, spare, [other])
-    assert may_unseat(state, spare, [seated, other]), "no one else is left that could"
-    assert may_unseat(dataclasses.replace(state, policy=RoundPolicy.GROUP), spare, [other])
-    assert not may_unseat(state, Node("0", 1), [other]), "another incarnation has the seat"
-    assert not may_unseat(state, NODES[5], [seated, other])
-    assert not may_unseat(dataclasses.replace(state, closed=True), seated, [other])
+    assert may_evict(state, seated, [other])
+    assert not may_evict(state, spare, [other])
+    assert may_evict(state, spare, [seated, other]), "no one else is left that could"
+    assert may_evict(dataclasses.replace(state, policy=RoundPolicy.GROUP), spare, [other])
+    assert not may_evict(state, Node("0", 1), [other]), "another incarnation has the seat"
+    assert not may_evict(state, NODES[5], [seated, other])
+    assert not may_evict(dataclasses.replace(state, closed=True), seated, [other])
 
 
 class SlowStore(FakeStore):
@@ -112,7 +112,9 @@ def beat(store: FakeStore, *nodes: Node) -> None:
         store.add(alive_key(node.name), 1)
 
 
-def looks(watch: NodeWatch, store: FakeStore, state: Record, count: int, *living: Node) -> list[Node]:
+def looks(
+    watch: NodeWatch, store: FakeStore, state: RendezvousRecord, count: int, *living: Node
+) -> list[Node]:
     """So many looks, one every 5 s, while these live; what the last one found."""
     found: list[Node] = []
     for _ in range(count):
@@ -186,11 +188,11 @@ def test_a_store_that_stays_slow_keeps_no_lost_node_in() -> None:
     assert found == [NODES[1]]
 
 
-def heart_of(node: Node, store: FakeStore, state: Record) -> Heart:
+def heart_of(node: Node, store: FakeStore, state: RendezvousRecord) -> NodeHeart:
     """A node's heart, whose beats the test asks for."""
-    register = Register(store, state)
+    register = RecordRegister(store, state)
     register.board.learn(Snapshot("", state))
-    return Heart(Executor(node, register, SETTINGS), SETTINGS)
+    return NodeHeart(Executor(node, register, SETTINGS), SETTINGS)
 
 
 def test_a_node_that_joins_again_is_not_taken_out_for_its_silence_before() -> None:
@@ -218,10 +220,10 @@ def test_a_node_that_joins_again_is_not_taken_out_for_its_silence_before() -> No
 
 @pytest.mark.parametrize(
     ("state", "who"),
-    [(record(RoundPolicy.GROUP, 2, 0), 0), (record(RoundPolicy.RANK, 2, 1), 0), (Record(1, 6), 5)],
+    [(record(RoundPolicy.GROUP, 2, 0), 0), (record(RoundPolicy.RANK, 2, 1), 0), (RendezvousRecord(1, 6), 5)],
     ids=["group", "rank", "all are kept out"],
 )
-def test_one_that_dies_while_it_is_kept_out_is_forgotten(state: Record, who: int) -> None:
+def test_one_that_dies_while_it_is_kept_out_is_forgotten(state: RendezvousRecord, who: int) -> None:
     """The first node sees to that; those in the record stay there."""
     store = FakeStore()
     heart = heart_of(NODES[who], store.clone(), state)

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from ft_wrapper.rendezvous.moves import adopt_rank_policy, complete, fold, remove
+from ft_wrapper.rendezvous.moves import adopt_rank_policy, complete_round, fold, remove_nodes
 from ft_wrapper.rendezvous.moves import close as closed
 from ft_wrapper.rendezvous.operations import (
     Action,
@@ -19,26 +19,26 @@ from ft_wrapper.rendezvous.operations import (
     nodes_waiting,
     succeed,
 )
-from ft_wrapper.rendezvous.record import Admission, Node, Record, digest
+from ft_wrapper.rendezvous.record import Admission, Node, RendezvousRecord, digest
 
 ME = Node("me")
 A, B, C = Node("a"), Node("b"), Node("c")
 
 
-def record(low: int, high: int, *nodes: Node) -> Record:
-    state = Record(low, high)
+def record(low: int, high: int, *nodes: Node) -> RendezvousRecord:
+    state = RendezvousRecord(low, high)
     return fold(state, [Admission(node, None, digest({})) for node in nodes])
 
 
-def context(state: Record, **more: object) -> Context:
+def context(state: RendezvousRecord, **more: object) -> Context:
     return Context(ME, state, now=10.0, deadline=100.0, last_call=5.0, **more)  # type: ignore[arg-type]
 
 
-def announced(state: Record, number: int, at: float = 10.0) -> Announced:
+def announced(state: RendezvousRecord, number: int, at: float = 10.0) -> Announced:
     return Announced(state.epoch, number, at)
 
 
-ONE = complete(record(1, 2, A))
+ONE = complete_round(record(1, 2, A))
 TWO = record(2, 2, A, B)
 MINE = record(2, 2, A, ME)
 
@@ -56,7 +56,7 @@ MINE = record(2, 2, A, ME)
         (closed(TWO), Action.ERROR_CLOSED),
     ],
 )
-def test_join(state: Record, action: Action) -> None:
+def test_join(state: RendezvousRecord, action: Action) -> None:
     assert join(context(state)) is action
 
 
@@ -76,7 +76,7 @@ def test_who_leaves_a_round_waits_for_the_next_unless_the_round_goes_on() -> Non
         (record(2, 2, A, B, ME), Action.SYNC),
     ],
 )
-def test_join_too_late(state: Record, action: Action) -> None:
+def test_join_too_late(state: RendezvousRecord, action: Action) -> None:
     enough = 100.0 if len(state.participants) >= 2 else None
     late = dataclasses.replace(context(state), now=100.0, enough_since=enough)
     assert join(late) is action
@@ -93,7 +93,7 @@ def test_own_last_call() -> None:
 
 def test_exactly_one_of_many_takes_the_log() -> None:
     """A hundred at once: the one with which there are enough, and the last one."""
-    state = Record(40, 100)
+    state = RendezvousRecord(40, 100)
     due = [n for n in range(1, 101) if is_due(context(state, announced=announced(state, n)))]
     assert due == [40, 100]
     due = [n for n in range(1, 101) if is_due(context(ONE, announced=announced(ONE, n)))]
@@ -104,7 +104,7 @@ def test_exactly_one_of_many_takes_the_log() -> None:
 
 
 def test_who_waits_too_long_takes_the_log() -> None:
-    state = Record(40, 100)
+    state = RendezvousRecord(40, 100)
     assert not is_due(context(state, announced=announced(state, 7, at=9.1)))
     assert is_due(context(state, announced=announced(state, 7, at=9.0)))
     assert join(context(state, announced=announced(state, 7, at=9.1))) is Action.SYNC
@@ -120,7 +120,7 @@ def test_who_waits_too_long_takes_the_log() -> None:
         (TWO, Action.FINISH),
     ],
 )
-def test_exit(state: Record, action: Action) -> None:
+def test_exit(state: RendezvousRecord, action: Action) -> None:
     assert exit_(context(state)) is action
     late = Action.FINISH if action is Action.FINISH else Action.ERROR_TIMEOUT
     assert exit_(dataclasses.replace(context(state), now=100.0)) is late
@@ -131,10 +131,10 @@ def test_exit_of_one_who_is_in_the_log_only() -> None:
 
 
 def test_nodes_waiting() -> None:
-    waiting = fold(complete(record(1, 3, ME)), [Admission(A, None, digest({}))])
+    waiting = fold(complete_round(record(1, 3, ME)), [Admission(A, None, digest({}))])
     assert nodes_waiting(waiting, ME, 0) == 1
     assert nodes_waiting(MINE, ME, 0) == 0
-    assert nodes_waiting(remove(MINE, [ME])[0], ME, 0) == 1, "it was taken out: it has to come again"
+    assert nodes_waiting(remove_nodes(MINE, [ME])[0], ME, 0) == 1, "it was taken out: it has to come again"
     assert nodes_waiting(closed(waiting), ME, 0) == 0
     assert nodes_waiting(adopt_rank_policy(waiting), ME, 0) == 0
 

@@ -13,30 +13,30 @@ from ft_wrapper.rendezvous.moves import (
     MOST_ADMISSIONS,
     adopt_rank_policy,
     close,
-    complete,
+    complete_round,
     fold,
     normalize,
-    remove,
+    remove_nodes,
 )
-from ft_wrapper.rendezvous.record import Admission, Node, Record, RoundPolicy, digest
+from ft_wrapper.rendezvous.record import Admission, Node, RendezvousRecord, RoundPolicy, digest
 
 
 def node(node_id: int | str, incarnation: int = 0, nproc: int = 1, role: str = "default") -> Node:
     return Node(str(node_id), incarnation, "", nproc, role)
 
 
-def come(state: Record, *nodes: Node, leaves: int | None = None) -> Record:
+def come(state: RendezvousRecord, *nodes: Node, leaves: int | None = None) -> RendezvousRecord:
     """The nodes are in the log, and it is taken into the record."""
     old = [Admission(node("old"))] * state.folded
     return fold(state, [*old, *(Admission(one, leaves, digest(state.options)) for one in nodes)])
 
 
-def begun(*nodes: Node, low: int = 1, high: int | None = None) -> Record:
+def begun(*nodes: Node, low: int = 1, high: int | None = None) -> RendezvousRecord:
     """A complete round."""
-    return complete(come(Record(low, high or len(nodes)), *nodes))
+    return complete_round(come(RendezvousRecord(low, high or len(nodes)), *nodes))
 
 
-def ranks(state: Record) -> dict[str, int | None]:
+def ranks(state: RendezvousRecord) -> dict[str, int | None]:
     return {seat.occupant.id: seat.group_rank for seat in state.seats if seat.occupant}
 
 
@@ -48,7 +48,7 @@ def ids(nodes: tuple[Node, ...]) -> list[str]:
 
 
 def test_complete_at_most_at_once_and_not_before() -> None:
-    state = come(Record(1, 3), node("a"), node("b"))
+    state = come(RendezvousRecord(1, 3), node("a"), node("b"))
     assert not state.complete
     state = come(state, node("c"))
     assert state.complete
@@ -56,8 +56,8 @@ def test_complete_at_most_at_once_and_not_before() -> None:
 
 
 def test_complete_with_enough_only() -> None:
-    assert not complete(come(Record(2, 3), node("a"))).complete
-    assert complete(come(Record(2, 3), node("a"), node("b"))).complete
+    assert not complete_round(come(RendezvousRecord(2, 3), node("a"))).complete
+    assert complete_round(come(RendezvousRecord(2, 3), node("a"), node("b"))).complete
 
 
 def test_numbered_nodes_have_their_rank_others_the_order_of_coming() -> None:
@@ -72,7 +72,7 @@ def test_slots_follow_each_other() -> None:
 
 
 def test_one_too_many_is_a_spare() -> None:
-    state = come(Record(1, 2), *map(node, range(3)))
+    state = come(RendezvousRecord(1, 2), *map(node, range(3)))
     assert (ids(state.participants), ids(state.spares)) == (["0", "1"], ["2"])
 
 
@@ -94,16 +94,16 @@ def test_next_round_begins_when_all_have_left_and_stayers_keep_their_ranks() -> 
 
 def test_rank_beyond_the_new_size_becomes_the_lowest_gap() -> None:
     state = begun(*map(node, "abc"))
-    state, lost = remove(state, [node("b")])
+    state, lost = remove_nodes(state, [node("b")])
     assert [(seat.group_rank, seat.base_slot) for seat in lost] == [(1, 1)]
     for leaver in "ca":
         state = come(state, node(leaver), leaves=0)
-    assert ranks(complete(state)) == {"a": 0, "c": 1}
+    assert ranks(complete_round(state)) == {"a": 0, "c": 1}
 
 
 def test_spare_moves_up_with_the_next_round() -> None:
     state = come(begun(node("a"), node("b")), node("s"))
-    state, _ = remove(state, [node("b")])
+    state, _ = remove_nodes(state, [node("b")])
     assert [waiting.node.id for waiting in state.waiting] == ["s"]
     state = come(state, node("a"), leaves=0)
     assert ranks(state) == {"a": 0, "s": 1}
@@ -119,14 +119,14 @@ def test_entry_of_an_earlier_round_takes_nobody_out() -> None:
 
 
 def test_newer_incarnation_supersedes_older_does_not() -> None:
-    state = come(Record(1, 3), node("a"), node("b"))
+    state = come(RendezvousRecord(1, 3), node("a"), node("b"))
     state = come(state, node("a", 1))
     assert [one.name for one in state.participants] == ["a:1", "b:0"]
     assert [one.name for one in come(state, node("a", 0)).participants] == ["a:1", "b:0"]
 
 
 def test_other_options_do_not_come_in() -> None:
-    state = Record(1, 2, {"nnodes": "1:2"})
+    state = RendezvousRecord(1, 2, {"nnodes": "1:2"})
     assert fold(state, [Admission(node("a"), None, digest({"nnodes": "1:3"}))]).participants == ()
 
 
@@ -134,7 +134,7 @@ def test_closed_is_final() -> None:
     state = close(come(begun(node("a"), high=3), node("b")))
     assert come(state, node("c")) == state
     assert adopt_rank_policy(state) == state
-    assert remove(state, [node("a"), node("b")])[0].closed
+    assert remove_nodes(state, [node("a"), node("b")])[0].closed
 
 
 def test_long_log_begins_anew() -> None:
@@ -153,20 +153,20 @@ def test_same_nodes_again_are_one_restart() -> None:
 
 
 def test_leaving_and_coming_back_counts() -> None:
-    state, _ = remove(begun(node("a"), node("b")), [node("b")])
+    state, _ = remove_nodes(begun(node("a"), node("b")), [node("b")])
     assert come(state, node("b", 1)).restarts == 1
     assert come(begun(node("a"), node("b")), node("b", 1)).restarts == 1
 
 
 def test_where_the_others_go_on_nothing_is_restarted() -> None:
-    state, _ = remove(adopt_rank_policy(begun(node("a"), node("b"))), [node("b")])
+    state, _ = remove_nodes(adopt_rank_policy(begun(node("a"), node("b"))), [node("b")])
     assert come(state, node("b", 1)).restarts == 0
 
 
 def test_change_of_membership_does_not_count() -> None:
     grown = come(begun(node("a"), high=2), node("b"))
     assert come(grown, node("a"), leaves=0).restarts == 0
-    shrunk, _ = remove(begun(node("a"), node("b"), high=2), [node("b")])
+    shrunk, _ = remove_nodes(begun(node("a"), node("b"), high=2), [node("b")])
     assert come(shrunk, node("a"), leaves=0).restarts == 0
 
 
@@ -177,7 +177,7 @@ def test_policy_moves_in_a_round_that_nobody_has_begun_to_leave() -> None:
     state = begun(node("a"), node("b"))
     assert adopt_rank_policy(state).policy is RoundPolicy.RANK
     assert adopt_rank_policy(come(state, node("a"), leaves=0)).policy is RoundPolicy.GROUP
-    assert adopt_rank_policy(Record(1, 2)).policy is RoundPolicy.GROUP
+    assert adopt_rank_policy(RendezvousRecord(1, 2)).policy is RoundPolicy.GROUP
 
 
 def test_those_who_waited_are_seated_when_the_policy_moves() -> None:
@@ -187,7 +187,7 @@ def test_those_who_waited_are_seated_when_the_policy_moves() -> None:
 
 def test_seat_order_old_seat_then_one_that_fits_then_a_new_one_then_spare() -> None:
     state = adopt_rank_policy(begun(node("a"), node("b"), node("c"), high=4))
-    state, _ = remove(state, [node("b"), node("c")])
+    state, _ = remove_nodes(state, [node("b"), node("c")])
     state = come(state, node("c", 1))
     assert ranks(state) == {"a": 0, "c": 2}, "its old seat"
     state = come(state, node("x"))
@@ -200,7 +200,7 @@ def test_seat_order_old_seat_then_one_that_fits_then_a_new_one_then_spare() -> N
 
 def test_other_size_or_role_does_not_fit() -> None:
     state = adopt_rank_policy(begun(node("a"), node("b"), high=3))
-    state, _ = remove(state, [node("b")])
+    state, _ = remove_nodes(state, [node("b")])
     assert ranks(come(state, node("x", nproc=2)))["x"] == 2
     assert ranks(come(state, node("x", role="reader")))["x"] == 2
     assert ranks(come(state, node("b", 1, nproc=2)))["b"] == 2
@@ -209,14 +209,14 @@ def test_other_size_or_role_does_not_fit() -> None:
 def test_lost_seat_goes_to_the_first_spare_that_fits_in_the_same_change() -> None:
     state = adopt_rank_policy(begun(node("a"), node("b")))
     state = come(state, node("big", nproc=8), node("s"), node("t"))
-    state, lost = remove(state, [node("b")])
+    state, lost = remove_nodes(state, [node("b")])
     assert (ranks(state), ids(state.spares)) == ({"a": 0, "s": 1}, ["big", "t"])
     assert [seat.occupant for seat in lost] == [node("b")]
 
 
 def test_with_the_store_of_the_workers_the_policy_is_lost() -> None:
     state = adopt_rank_policy(begun(node("a"), node("b"), node("c")))
-    lost, _ = remove(state, [node("a")])
+    lost, _ = remove_nodes(state, [node("a")])
     again = come(state, node("a", 1))
     for shrunk in (lost, again):
         assert (shrunk.policy, shrunk.round, shrunk.complete) == (RoundPolicy.GROUP, 0, True)
@@ -225,7 +225,7 @@ def test_with_the_store_of_the_workers_the_policy_is_lost() -> None:
         assert come(shrunk, node("b"), node("c"), leaves=0).round == 1
     assert ids(tuple(waiting.node for waiting in again.waiting)) == ["a"]
     assert again.restarts == 0, "the policy was rank"
-    alone = remove(adopt_rank_policy(begun(node("a"))), [node("a")])[0]
+    alone = remove_nodes(adopt_rank_policy(begun(node("a"))), [node("a")])[0]
     assert (alone.policy, alone.round, alone.complete) == (RoundPolicy.GROUP, 1, False)
 
 
@@ -235,7 +235,7 @@ def test_with_the_store_of_the_workers_the_policy_is_lost() -> None:
 @pytest.mark.parametrize("text", ["garbage", "[]", "{}", '{"format": 99}', '{"format": 1, "seats": 3}'])
 def test_garbage_is_an_error_that_shows_it(text: str) -> None:
     with pytest.raises(ValueError, match="no record"):
-        Record.from_text(text)
+        RendezvousRecord.from_text(text)
     with pytest.raises(ValueError, match="no entry"):
         Admission.from_text(text)
 
@@ -254,7 +254,7 @@ steps = st.one_of(
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(1, 4), st.integers(0, 3), st.lists(steps, max_size=25))
 def test_whatever_happens(low: int, more: int, script: list[tuple]) -> None:
-    state = Record(low, low + more)
+    state = RendezvousRecord(low, low + more)
     for what, *args in script:
         before = state
         known = state.find(str(args[0])) if args else None
@@ -263,9 +263,9 @@ def test_whatever_happens(low: int, more: int, script: list[tuple]) -> None:
         elif what == "leave for the next" and known is not None:
             state = come(state, known, leaves=state.round)
         elif what == "lost" and known is not None:
-            state, _ = remove(state, [known])
+            state, _ = remove_nodes(state, [known])
         elif what == "complete":
-            state = complete(state)
+            state = complete_round(state)
         elif what == "rank policy":
             state = adopt_rank_policy(state)
         elif what == "close" and len(script) > 20:
@@ -274,4 +274,4 @@ def test_whatever_happens(low: int, more: int, script: list[tuple]) -> None:
         check_record(state)
         check_change(before, state)
         assert normalize(state) == state, "not all was moved"
-        assert Record.from_text(state.to_text()) == state
+        assert RendezvousRecord.from_text(state.to_text()) == state

@@ -11,7 +11,7 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError, Rend
 from ft_wrapper.rendezvous.backends import TcpBackend
 from ft_wrapper.rendezvous.settings import (
     Identity,
-    Settings,
+    RendezvousSettings,
     etcd_address,
     node_id_from_environment,
     parameters_from_url,
@@ -110,11 +110,11 @@ def test_mistakes_in_a_url(url: str, says: str) -> None:
 
 def test_contradictions() -> None:
     with pytest.raises(ValueError, match="min_nodes=3 is more than max_nodes=2; use --nnodes MIN:MAX"):
-        Settings("job", 3, 2)
+        RendezvousSettings("job", 3, 2)
     with pytest.raises(TypeError, match=r"min_nodes=1\.5 must be an int"):
-        Settings("job", 1.5, 2)  # type: ignore[arg-type]
+        RendezvousSettings("job", 1.5, 2)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="run_id='' must not be empty"):
-        Settings("", 1, 2)
+        RendezvousSettings("", 1, 2)
 
 
 def test_node_id_of_a_cluster_manager() -> None:

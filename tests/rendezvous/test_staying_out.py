@@ -21,7 +21,7 @@ from ft_wrapper.rendezvous.handler import FtRendezvousHandler
 from ft_wrapper.rendezvous.quarantine import Quarantine
 from ft_wrapper.rendezvous.record import Node
 from ft_wrapper.rendezvous.register import QUARANTINE_KEY
-from ft_wrapper.rendezvous.settings import Identity, Settings
+from ft_wrapper.rendezvous.settings import Identity, RendezvousSettings
 from ft_wrapper.store.address import EtcdAddress
 from ft_wrapper.testing import EtcdServer, FakeStore
 
@@ -167,7 +167,7 @@ def test_many_write_at_once() -> None:
 
 def test_the_host_stays_until_those_outside_know_of_the_end() -> None:
     store, told, ended = FakeStore(RealClock()), threading.Event(), threading.Event()
-    settings = Settings("job", 1, 2, last_call_timeout=0.0)
+    settings = RendezvousSettings("job", 1, 2, last_call_timeout=0.0)
 
     def hold(_: object) -> None:
         told.set()

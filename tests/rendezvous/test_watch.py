@@ -10,33 +10,33 @@ import pytest
 
 from ft_wrapper.rendezvous.executor import Executor
 from ft_wrapper.rendezvous.presence import LOOK_AGAIN, Watcher
-from ft_wrapper.rendezvous.record import Node, Record
-from ft_wrapper.rendezvous.register import KEPT_VERSIONS, Board, Register, version_key
-from ft_wrapper.rendezvous.settings import Settings
+from ft_wrapper.rendezvous.record import Node, RendezvousRecord
+from ft_wrapper.rendezvous.register import KEPT_VERSIONS, Board, RecordRegister, version_key
+from ft_wrapper.rendezvous.settings import RendezvousSettings
 from ft_wrapper.store import TCPStore, TCPStoreServer
 from ft_wrapper.testing import Scheduler
 from tests.explorer.stores import SimulatedStore
 
 MANY = KEPT_VERSIONS + 8
-SETTINGS = Settings("job", 1, 1)
-INITIAL = Record(1, 1)
+SETTINGS = RendezvousSettings("job", 1, 1)
+INITIAL = RendezvousRecord(1, 1)
 
 
 class Watched:
     """A watcher on simulated time, and somebody who changes the record."""
 
-    def __init__(self, on_change: Callable[[Record], None] | None = None) -> None:
+    def __init__(self, on_change: Callable[[RendezvousRecord], None] | None = None) -> None:
         self.scheduler = Scheduler(max_time=2 * LOOK_AGAIN)
         self.store = SimulatedStore(self.scheduler)
         self.told: list[tuple[float, int]] = []
         self.board = Board(on_change=on_change or self.note)
-        self.register = Register(self.store.clone("watch"), INITIAL, self.board)
+        self.register = RecordRegister(self.store.clone("watch"), INITIAL, self.board)
         self.register.read()
         watcher = Watcher(Node("0"), self.register)
         self.watch = self.scheduler.spawn("watch", watcher.run, daemon=True)
-        self.writer = Register(self.store.clone("writer"), INITIAL)
+        self.writer = RecordRegister(self.store.clone("writer"), INITIAL)
 
-    def note(self, state: Record) -> None:
+    def note(self, state: RendezvousRecord) -> None:
         self.told.append((self.scheduler.now(), state.version))
 
     def touch(self, times: int) -> None:
@@ -85,7 +85,7 @@ def test_stopped_between_its_read_and_its_wait() -> None:
 def test_slow_to_take_in_a_record() -> None:
     told: list[tuple[float, int]] = []
 
-    def note(state: Record) -> None:
+    def note(state: RendezvousRecord) -> None:
         told.append((watched.scheduler.now(), state.version))
         if len(told) == 1:
             watched.scheduler.sleep(20.0)
@@ -106,7 +106,7 @@ def test_slow_to_take_in_a_record() -> None:
 def test_told_what_another_thread_of_the_node_has_learned() -> None:
     """The heart writes a record, and puts it on the board, while the watcher tells of the one before."""
 
-    def note(state: Record) -> None:
+    def note(state: RendezvousRecord) -> None:
         told.append(state.version)
         if len(told) == 1:
             watched.touch(1)
@@ -127,7 +127,7 @@ def test_told_what_another_thread_of_the_node_has_learned() -> None:
 def test_a_wake_up_that_was_lost_is_passed_on(knows: bool) -> None:
     """Who wrote the record died before it could wake anybody; the heart may know the record already."""
     watched = Watched()
-    register = Register(watched.store.clone("heart"), INITIAL, watched.board)
+    register = RecordRegister(watched.store.clone("heart"), INITIAL, watched.board)
     heart = Executor(Node("0"), register, SETTINGS)
 
     def plan() -> None:
@@ -153,16 +153,16 @@ def test_on_a_real_store() -> None:
         stack.callback(server.close)
         store = TCPStore("localhost", server.port)
         stack.callback(store.close)
-        writer = Register(store, INITIAL)
+        writer = RecordRegister(store, INITIAL)
         held_up, go_on, seen_all = threading.Event(), threading.Event(), threading.Event()
 
-        def note(state: Record) -> None:
+        def note(state: RendezvousRecord) -> None:
             held_up.set()
             assert go_on.wait(30.0)
             if state.version == MANY + 1:
                 seen_all.set()
 
-        register = Register(store.clone(), INITIAL, Board(on_change=note))
+        register = RecordRegister(store.clone(), INITIAL, Board(on_change=note))
         register.read()
         watcher = Watcher(Node("0"), register)
         now = register.store.now

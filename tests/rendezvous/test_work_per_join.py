@@ -8,9 +8,9 @@ import pytest
 from simulated_nodes import StoreBoard
 
 from ft_wrapper.rendezvous.executor import Executor
-from ft_wrapper.rendezvous.record import Node, Record
-from ft_wrapper.rendezvous.register import Board, Register
-from ft_wrapper.rendezvous.settings import Settings
+from ft_wrapper.rendezvous.record import Node, RendezvousRecord
+from ft_wrapper.rendezvous.register import Board, RecordRegister
+from ft_wrapper.rendezvous.settings import RendezvousSettings
 from ft_wrapper.testing import Scheduler
 from tests.explorer.stores import SimulatedStore
 
@@ -18,8 +18,8 @@ from tests.explorer.stores import SimulatedStore
 def join_at_once(size: int, seed: int, rounds: int) -> tuple[list[float], collections.Counter[str]]:
     """All nodes join at once, so many times in a row: operations a node in each round, and all by kind."""
     scheduler = Scheduler(seed, max_steps=1_000_000)
-    settings = Settings("job", size, size)
-    initial = Record(size, size, settings.options())
+    settings = RendezvousSettings("job", size, size)
+    initial = RendezvousRecord(size, size, settings.options())
     store = SimulatedStore(scheduler)
     operations: collections.Counter[int] = collections.Counter()
     kinds: collections.Counter[str] = collections.Counter()
@@ -35,7 +35,7 @@ def join_at_once(size: int, seed: int, rounds: int) -> tuple[list[float], collec
     def node(number: int) -> None:
         client = store.clone(str(number))
         rounds_of[client.client] = 0
-        register = Register(client, initial)
+        register = RecordRegister(client, initial)
         register.board = StoreBoard(register, Board())
         executor = Executor(Node(str(number)), register, settings)
         leaving = None

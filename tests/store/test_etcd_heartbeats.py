@@ -18,7 +18,7 @@ from ft_wrapper.protocol.operations import LAPSED, Beat, beats
 from ft_wrapper.protocol.records import Member
 from ft_wrapper.protocol.silence import CounterObserver, HeartbeatObserver, beat_lasts
 from ft_wrapper.rendezvous.presence import NodeWatch
-from ft_wrapper.rendezvous.record import Node, Record, RoundPolicy, Seat
+from ft_wrapper.rendezvous.record import Node, RendezvousRecord, RoundPolicy, Seat
 from ft_wrapper.rendezvous.register import alive_key
 from ft_wrapper.store import EtcdStore, PrefixStore
 from ft_wrapper.store.etcd_messages import Span
@@ -221,7 +221,7 @@ def test_each_node_of_a_rendezvous(etcd: EtcdServer, make: Make) -> None:
     store.now = clock.now  # type: ignore[method-assign]
     nodes = [Node(str(number)) for number in range(3)]
     seats = tuple(Seat(number, number, 1, "default", node, node.id) for number, node in enumerate(nodes))
-    state = Record(1, 3, complete=True, policy=RoundPolicy.GROUP, seats=seats)
+    state = RendezvousRecord(1, 3, complete=True, policy=RoundPolicy.GROUP, seats=seats)
     watch = NodeWatch(store, nodes[0], 15.0, 2.5)
     for node in nodes[1:]:
         store.clone().execute([Beat(alive_key(node.name), 60.0)])

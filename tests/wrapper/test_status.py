@@ -17,8 +17,8 @@ from rejoin_job import Training, training
 from ft_wrapper.cli import status
 from ft_wrapper.cli.status import COMPLETED, NOT_FORMED, RUNNING, read_status, watch
 from ft_wrapper.rendezvous.moves import close
-from ft_wrapper.rendezvous.record import Node, Record, Seat
-from ft_wrapper.rendezvous.register import Register, endpoint_key
+from ft_wrapper.rendezvous.record import Node, RendezvousRecord, Seat
+from ft_wrapper.rendezvous.register import RecordRegister, endpoint_key
 from ft_wrapper.store import TCPStoreServer, connect
 from ft_wrapper.testing import FakeStore
 
@@ -77,12 +77,12 @@ def test_a_job_that_has_not_formed() -> None:
 
 def test_a_job_whose_nodes_have_not_met_is_watched_until_they_have() -> None:
     node = Node("7", address="here")
-    half = Record(2, 2, seats=(Seat(None, 0, 1, "default", node, "7"),))
+    half = RendezvousRecord(2, 2, seats=(Seat(None, 0, 1, "default", node, "7"),))
     with contextlib.ExitStack() as opened:
         server = opened.enter_context(contextlib.closing(TCPStoreServer(0)))
         endpoint = f"localhost:{server.port}"
         store = opened.enter_context(contextlib.closing(connect(endpoint, timedelta(seconds=10))))
-        register = Register(store, Record(2, 2))
+        register = RecordRegister(store, RendezvousRecord(2, 2))
         first, _ = register.replace(register.read(), half)
         statuses = status._follow(endpoint, 60.0, opened)
         found = next(statuses)
@@ -103,13 +103,13 @@ def test_a_job_that_goes_to_another_round_is_watched_there(
     monkeypatch.setattr(status, "TIMEOUT", timedelta(seconds=0.5))
     node = Node("7", address="here")
     seat = Seat(0, 0, 1, "default", node, "7")
-    record = Record(2, 2, complete=True, seats=(seat,))
+    record = RendezvousRecord(2, 2, complete=True, seats=(seat,))
     with contextlib.ExitStack() as opened:
         ends = [opened.enter_context(contextlib.ExitStack()) for _ in range(3)]
         servers = [end.enter_context(contextlib.closing(TCPStoreServer(0))) for end in ends]
         meeting, first, second = (f"localhost:{server.port}" for server in servers)
         store = opened.enter_context(contextlib.closing(connect(meeting, timedelta(seconds=10))))
-        register = Register(store, Record(2, 2))
+        register = RecordRegister(store, RendezvousRecord(2, 2))
         snapshot, _ = register.replace(register.read(), record)
         store.set(endpoint_key(0), first)
         statuses = status._follow(meeting, 0.1, opened)
@@ -137,8 +137,8 @@ def test_a_job_that_has_ended_before_its_nodes_met_is_not_watched() -> None:
         store = opened.enter_context(
             contextlib.closing(connect(f"localhost:{server.port}", timedelta(seconds=10)))
         )
-        register = Register(store, Record(2, 2))
-        register.replace(register.read(), close(Record(2, 2), "too few"))
+        register = RecordRegister(store, RendezvousRecord(2, 2))
+        register.replace(register.read(), close(RendezvousRecord(2, 2), "too few"))
         (found,) = status._follow(f"localhost:{server.port}", 60.0, opened)
         assert found.state == NOT_FORMED
 
