@@ -26,9 +26,9 @@ from ..protocol.records import Member
 from ..rendezvous import drains, ends
 from ..rendezvous.backends import Backend
 from ..rendezvous.handler import FtRendezvousHandler
+from ..rendezvous.keys import RECORD_KEY
 from ..rendezvous.operations import nodes_waiting
 from ..rendezvous.record import Drain, Node, RendezvousRecord, RoundPolicy, Seat
-from ..rendezvous.register import RECORD_KEY
 from ..rendezvous.settings import Identity, RendezvousSettings
 from ..store import StoreMixin, TCPStore, connect, secret
 from ..store.address import host_port

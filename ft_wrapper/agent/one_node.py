@@ -10,9 +10,11 @@ from torch.distributed import DistError, DistStoreError
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from ..exception import StoreError
+from ..rendezvous.keys import version_key
 from ..rendezvous.presence import LOOK_AGAIN
 from ..rendezvous.record import Node, RendezvousRecord, RoundPolicy, Seat
-from ..rendezvous.register import RecordRegister, announce_endpoint, version_key
+from ..rendezvous.register import RecordRegister
+from ..rendezvous.workers import announce_endpoint
 from ..store import TCPStore, TCPStoreServer, secret
 from ..store.address import host_port, loopback
 from ..store.bounded import in_background

@@ -21,9 +21,9 @@ from ..protocol import Agreement, keys
 from ..protocol.operations import Operations, read
 from ..protocol.records import FAULT
 from ..rendezvous.backends import RENDEZVOUS, workers_namespace
+from ..rendezvous.keys import RECORD_KEY, endpoint_key, version_key
 from ..rendezvous.quarantine import Quarantine, QuarantinedNode
 from ..rendezvous.record import Node, NodePlace, RendezvousRecord
-from ..rendezvous.register import RECORD_KEY, endpoint_key, version_key
 from ..report import table
 from ..restart.report import host_and_pid, in_words
 from ..store import StoreMixin, connect

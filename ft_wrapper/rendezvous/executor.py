@@ -15,10 +15,11 @@ from ..exception import StoreError
 from ..protocol.operations import Beat, Operations, beats, read, write_text
 from ..protocol.silence import CounterObserver, beat_lasts
 from . import moves, operations
+from .keys import alive_key, process_key
 from .operations import Action, Announced, Context
 from .quarantine import Quarantine
 from .record import Admission, Node, NodePlace, RendezvousRecord, Seat, differences, digest
-from .register import RecordRegister, Snapshot, alive_key, process_key
+from .register import RecordRegister, Snapshot
 from .settings import RendezvousSettings
 
 log = logging.getLogger(__name__)
@@ -73,10 +74,6 @@ class Executor:
     def exit(self) -> Snapshot:
         """Gives up the place that this node has or is about to get."""
         return self._run(operations.exit_, self._settings.close_timeout)
-
-    def close(self, reason: str = "", result: str = "") -> Snapshot:
-        """Closes the rendezvous for all nodes; see `RendezvousRecord` for why and how."""
-        return self.register.change(lambda record: moves.close(record, reason, result))
 
     def keep_alive(self) -> None:
         """Sends a heartbeat."""

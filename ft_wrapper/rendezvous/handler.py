@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
@@ -14,23 +14,13 @@ from ..exception import StoreError
 from ..protocol.operations import Operations
 from ..store.bounded import in_background
 from . import drains, moves, operations
-from .backends import Backend, WorkerStores, make_backend
-from .executor import Executor, await_predecessor
+from .backends import Backend, make_backend
+from .executor import await_predecessor
+from .keys import agents_prefix, goodbye_key, incarnations_key
 from .presence import Presence
 from .quarantine import Quarantine
 from .record import Drain, Node, RendezvousRecord, RoundPolicy
-from .register import (
-    Board,
-    OnChange,
-    OnEvicted,
-    OnLost,
-    RecordRegister,
-    Snapshot,
-    agents_prefix,
-    goodbye_key,
-    incarnations_key,
-    store_errors,
-)
+from .register import Board, OnChange, OnEvicted, OnLost, RecordRegister, store_errors
 from .settings import (
     ETCD_NAMES,
     Identity,
@@ -39,6 +29,7 @@ from .settings import (
     parameters_from_url,
     read_parameters,
 )
+from .workers import WorkerStores
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +80,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
         self.joined: RendezvousRecord | None = None
         self._presence: Presence | None = None
         self._workers = WorkerStores(backend, self._board, settings)
-        self._side: Executor | None = None
+        self._side: RecordRegister | None = None
         self._side_lock = threading.Lock()
         self._opened = contextlib.ExitStack()
         self._opened.callback(backend.close)
@@ -163,7 +154,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
 
         def close() -> None:
             try:
-                self._with_side(lambda side: side.close(reason, result))
+                self._change(lambda record: moves.close(record, reason, result))
             except Exception as error:
                 self._board.lose(error)
 
@@ -206,7 +197,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
                 self.set_closed(result=result)
             if self._board.is_closed:
                 if self._backend.is_host:  # it stays until the others have seen that
-                    self._with_side(self._await_goodbyes)
+                    self._await_goodbyes()
             else:
                 self.leave()
             return True
@@ -239,8 +230,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
     @property
     def record(self) -> RendezvousRecord | None:
         """The newest record that is known; None before the first `next_rendezvous`."""
-        known = self._board.latest()
-        return None if known is None else known.record
+        return self._board.record
 
     @property
     def is_host(self) -> bool:
@@ -262,7 +252,8 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
         Raises:
             RendezvousConnectionError: the store is lost.
         """
-        return self._with_side(lambda side: side.register.read())
+        with self._side_register() as register:
+            return register.read().record
 
     def wait_for_change(self, version: int, timeout: float) -> RendezvousRecord | None:
         """Waits until the record is newer than a version; None if that takes longer than ``timeout`` seconds.
@@ -339,17 +330,18 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
         self._opened.callback(register.store.close)
         return register
 
-    def _with_side(self, act: Callable[[Executor], Snapshot]) -> RendezvousRecord:
-        """Uses a client of its own, since `next_rendezvous` may be under way in another thread."""
+    @contextlib.contextmanager
+    def _side_register(self) -> Iterator[RecordRegister]:
+        """The record through a client of its own: `next_rendezvous` may be under way in another thread."""
         with store_errors(), self._side_lock:
             self._check()
             if self._side is None:
-                node = self.node or Node(new_node_id())
-                self._side = Executor(node, self._connect(), self.settings)
-            return act(self._side).record
+                self._side = self._connect()
+            yield self._side
 
     def _change(self, change: Callable[[RendezvousRecord], RendezvousRecord]) -> RendezvousRecord:
-        return self._with_side(lambda side: side.register.change(change))
+        with self._side_register() as register:
+            return register.change(change).record
 
     def _info(self, presence: Presence, record: RendezvousRecord) -> elastic.RendezvousInfo | None:
         """What the agent needs to know of the round; None if the round is lost before it has begun."""
@@ -367,14 +359,13 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
 
     # The end -----------------------------------------------------------------------------------------------
 
-    def _await_goodbyes(self, side: Executor) -> Snapshot:
-        closed = side.register.latest()
-        others = self._others(closed.record, side.store)
-        try:
-            side.store.wait([goodbye_key(node.name) for node in others], timedelta(seconds=_GOODBYE))
-        except DistStoreError:
-            log.info("job %s: not all nodes have seen the end of the rendezvous", self.settings.run_id)
-        return closed
+    def _await_goodbyes(self) -> None:
+        with self._side_register() as register:
+            others = self._others(register.latest().record, register.store)
+            try:
+                register.store.wait([goodbye_key(node.name) for node in others], timedelta(seconds=_GOODBYE))
+            except DistStoreError:
+                log.info("job %s: not all nodes have seen the end of the rendezvous", self.settings.run_id)
 
     def _end(self, patience: float = _JOIN_THREAD) -> None:
         """Ends the threads, for which it waits, and lets go of everything. Again without harm."""

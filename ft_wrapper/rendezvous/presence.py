@@ -13,10 +13,11 @@ from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousGrac
 from ..exception import StoreError, StoreUnavailable
 from ..protocol.operations import Operations
 from .executor import REFRESH, Executor, note_process, observer
+from .keys import RECORD_KEY, alive_key, goodbye_key
 from .moves import may_evict
 from .quarantine import Quarantine
 from .record import Node, NodePlace, RendezvousRecord, RoundPolicy
-from .register import RECORD_KEY, RecordRegister, alive_key, goodbye_key, store_errors
+from .register import RecordRegister, store_errors
 from .settings import RendezvousSettings
 
 log = logging.getLogger(__name__)

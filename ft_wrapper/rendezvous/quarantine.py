@@ -8,8 +8,8 @@ from collections.abc import Callable
 from .._text import IN_STORE, cut
 from ..exception import StoreError
 from ..protocol.operations import Move, Operations, read
+from .keys import QUARANTINE_KEY
 from .record import Node
-from .register import QUARANTINE_KEY
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The record in a store: the keys around it, reading it, replacing it, waiting for the next one.
+"""The record in a store: how it is read and replaced, and how nodes wait for the next one.
 
 It is replaced by compare_set from exactly what was read. Every version has its own `writer`, so a node that
 reads its own one back knows that it has won, also where an answer was lost and the client asked again.
@@ -16,6 +16,7 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError, Rend
 
 from ..exception import StoreError
 from ..protocol.operations import Append, Move, Operations, Wake, Write, read, read_log
+from .keys import RECORD_KEY, count_key, log_key, version_key
 from .record import Admission, RendezvousRecord, Seat
 
 log = logging.getLogger(__name__)
@@ -27,76 +28,6 @@ OnLost = Callable[[Exception], None]
 
 #: So many keys that wake waiters stay. A wait for an older one lasts until its timeout: the key is gone.
 KEPT_VERSIONS = 32
-
-_ROOT = "ft_wrapper/rendezvous/1"
-
-#: RecordRegister: the record. Never deleted.
-RECORD_KEY = f"{_ROOT}/state"
-
-
-def version_key(number: int) -> str:
-    """Written once the record has this version: waiters wake and read `RECORD_KEY`."""
-    return f"{_ROOT}/version/{number}"
-
-
-def log_key(epoch: int) -> str:
-    """Log: nodes that ask to be let in."""
-    return f"{_ROOT}/log/{epoch}"
-
-
-def count_key(epoch: int) -> str:
-    """Counts the admissions of a log. A hint: the log decides."""
-    return f"{_ROOT}/count/{epoch}"
-
-
-def incarnations_key(node_id: str) -> str:
-    """Counter: how many agents have had this id."""
-    return f"{_ROOT}/incarnations/{node_id}"
-
-
-def alive_key(name: str) -> str:
-    """A node's heartbeat."""
-    return f"{_ROOT}/alive/{name}"
-
-
-def process_key(node_id: str) -> str:
-    """Which process the last agent with this id is: see `executor.note_process`."""
-    return f"{_ROOT}/process/{node_id}"
-
-
-def endpoint_key(round_number: int) -> str:
-    """Address of the store that the workers of a round use."""
-    return f"{_ROOT}/endpoint/{round_number}"
-
-
-def announce_endpoint(store: Operations, round_number: int, address: str) -> None:
-    """Says where the store is that the workers of a round use."""
-    key = endpoint_key(round_number)
-    store.execute([Write({key: address}), Wake(wake_endpoint(round_number), "")])
-
-
-def wake_endpoint(round_number: int) -> str:
-    """Set once that is written."""
-    return f"{_ROOT}/wake/endpoint/{round_number}"
-
-
-def agents_prefix(round_number: int) -> str:
-    """Prefix of what the agents of a round tell each other."""
-    return f"{_ROOT}/agents/{round_number}"
-
-
-#: RecordRegister: the nodes that have not passed their check, each with the reason; see `quarantine`.
-QUARANTINE_KEY = f"{_ROOT}/quarantine"
-
-
-def goodbye_key(name: str) -> str:
-    """Set once a node has seen that the rendezvous is closed, and needs the store no more."""
-    return f"{_ROOT}/goodbye/{name}"
-
-
-def gone_key(name: str) -> str:
-    """Set once a node uses the store no more, where the last one removes everything."""
-    return f"{_ROOT}/gone/{name}"
 
 
 @contextlib.contextmanager
@@ -249,14 +180,19 @@ class Board:
         self._lost: Exception | None = None
 
     def latest(self) -> Snapshot | None:
-        """The newest record; None if none is known yet."""
+        """The newest record, as it was read; None if none is known yet."""
         return self._latest
+
+    @property
+    def record(self) -> RendezvousRecord | None:
+        """The newest record; None if none is known yet."""
+        latest = self.latest()
+        return None if latest is None else latest.record
 
     def known(self) -> RendezvousRecord:
         """The newest record, where one is known."""
-        latest = self.latest()
-        assert latest is not None
-        return latest.record
+        assert self.record is not None
+        return self.record
 
     def learn(self, snapshot: Snapshot) -> Snapshot:
         """Keeps a record, if it is newer; returns it in any case."""
@@ -296,10 +232,10 @@ class Board:
     @property
     def is_closed(self) -> bool:
         """Whether the rendezvous is known to be closed."""
-        return self._latest is not None and self._latest.record.closed
+        return self.record is not None and self.record.closed
 
     def _newer(self, version: int) -> bool:
-        return self._latest is not None and self._latest.record.version > version
+        return self.record is not None and self.record.version > version
 
 
 def _guarded(name: str, function: Callable[[T], object] | None) -> Callable[[T], None]:

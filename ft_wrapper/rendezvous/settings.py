@@ -7,7 +7,7 @@ import re
 import socket
 import uuid
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from torch.distributed.elastic.rendezvous import RendezvousParameters
@@ -23,6 +23,8 @@ from ..store.address import (
     parse_endpoints,
 )
 
+N = TypeVar("N", int, float)
+
 NAME = "ft"
 #: Under torchrun the first one is taken: a handler for a version of etcd that is gone has it.
 ETCD_NAMES = ("etcd", "ft-etcd")
@@ -31,6 +33,8 @@ ETCD_PORT = 2379
 # What torchrun always passes, an option of its own handler that has no meaning here, and what programs pass
 # to any backend though it is about a TCPStore.
 _IGNORED = frozenset({"timeout", "heartbeat_timeout", "rank", "is_host"})
+
+_SECONDS = ("join_timeout", "last_call_timeout", "close_timeout", "keep_alive_interval", "patience")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,9 +79,8 @@ class RendezvousSettings:
                 f"min_nodes={self.min_nodes} is more than max_nodes={self.max_nodes}; "
                 "use --nnodes MIN:MAX with the smaller number first"
             )
-        for name in ("join_timeout", "close_timeout", "keep_alive_interval", "patience"):
-            as_seconds(name, getattr(self, name))
-        as_seconds("last_call_timeout", self.last_call_timeout, from_zero=True)
+        for name in _SECONDS:
+            as_seconds(name, getattr(self, name), from_zero=name == "last_call_timeout")
 
     @property
     def keep_alive_timeout(self) -> float:
@@ -121,7 +124,6 @@ class Identity:
         as_int("nproc", self.nproc, at_least=1)
 
 
-_SECONDS = ("join_timeout", "last_call_timeout", "close_timeout", "keep_alive_interval", "patience")
 _KNOWN = (*_SECONDS, "keep_alive_max_attempt", "read_timeout", "node_id", "nproc", "role")
 _TCP_ONLY = ("is_host", "store_type")
 _ETCD_ONLY = ("etcd_prefix", "cacert", "cert", "key", "ttl")
@@ -145,15 +147,14 @@ def read_parameters(parameters: RendezvousParameters) -> tuple[RendezvousSetting
         raise ValueError(without_secrets(f"--rdzv-conf {name}={config[name]}: unknown option; {hint}"))
     if str(config.get("store_type", "tcp")).strip().lower() != "tcp":
         raise ValueError(f"--rdzv-conf store_type={config['store_type']}: only tcp is there; leave it out")
-    given: dict[str, Any] = {name: _number(name, config[name]) for name in _SECONDS if name in config}
-    if "keep_alive_max_attempt" in config:
-        given["keep_alive_max_attempt"] = _whole("keep_alive_max_attempt", config["keep_alive_max_attempt"])
+    kinds = {**dict.fromkeys(_SECONDS, float), "keep_alive_max_attempt": int}
+    given: Any = {name: _number(kind, name, config[name]) for name, kind in kinds.items() if name in config}
     settings = RendezvousSettings(parameters.run_id, parameters.min_nodes, parameters.max_nodes, **given)
     identity = Identity(
         node_id=str(config["node_id"]) if "node_id" in config else node_id_from_environment(),
         is_index="node_id" not in config,
         address=parameters.local_addr or "",
-        nproc=_whole("nproc", config.get("nproc", 1)),
+        nproc=_number(int, "nproc", config.get("nproc", 1)),
         role=str(config.get("role", "default")),
     )
     # What a backend will ask for: what is wrong is said before anything is done.
@@ -167,7 +168,9 @@ def read_parameters(parameters: RendezvousParameters) -> tuple[RendezvousSetting
 
 def read_timeout(parameters: RendezvousParameters) -> float:
     """Seconds for which a store, or an etcd, that does not answer is tried again; errors as above."""
-    return as_seconds("read_timeout", _number("read_timeout", _given(parameters).get("read_timeout", 60)))
+    return as_seconds(
+        "read_timeout", _number(float, "read_timeout", _given(parameters).get("read_timeout", 60))
+    )
 
 
 def unknown_options(backend: str, names: Iterable[str]) -> dict[str, str]:
@@ -202,7 +205,7 @@ def etcd_address(parameters: RendezvousParameters) -> EtcdAddress:
             files[name] = str(config[option])
     etcd_login()  # says what is wrong, before anything is done
     parse_endpoints(endpoints, tls="ca" in files or "cert" in files)  # the same
-    ttl = _whole("ttl", config.get("ttl", DEFAULT_TTL))
+    ttl = _number(int, "ttl", config.get("ttl", DEFAULT_TTL))
     if ttl < 10:
         raise ValueError(f"--rdzv-conf ttl={ttl}: must be at least 10 seconds")
     return EtcdAddress(",".join(endpoints), f"{prefix}/{parameters.run_id}", ttl=ttl, **files)
@@ -234,7 +237,7 @@ def parameters_from_url(url: str) -> RendezvousParameters:
     for name in ("min_nodes", "max_nodes"):
         if name not in config:
             raise ValueError(f"rendezvous URL {shown!r}: {name} is missing; append ?min_nodes=1&max_nodes=2")
-        sizes.append(_whole(name, config.pop(name)))
+        sizes.append(_number(int, name, config.pop(name)))
     local_addr = config.pop("local_addr", None)
     if "timeout" in config:  # of a URL, which torchrun has not written
         config.setdefault("join_timeout", config.pop("timeout"))
@@ -261,15 +264,9 @@ def _given(parameters: RendezvousParameters) -> dict[str, Any]:
     return {name: value for name, value in parameters.config.items() if value is not None}
 
 
-def _number(name: str, value: object) -> float:
+def _number(kind: type[N], name: str, value: object) -> N:
     try:
-        return float(str(value))
+        return kind(str(value))
     except ValueError:
-        raise ValueError(f"{name}={value}: is not a number of seconds; write e.g. {name}=30") from None
-
-
-def _whole(name: str, value: object) -> int:
-    try:
-        return int(str(value))
-    except ValueError:
-        raise ValueError(f"{name}={value}: is not a whole number; write e.g. {name}=3") from None
+        what, example = ("a whole number", 3) if kind is int else ("a number of seconds", 30)
+        raise ValueError(f"{name}={value}: is not {what}; write e.g. {name}={example}") from None

@@ -20,7 +20,7 @@ from agent_job import TIMEOUT, FtRun, all_gone, await_that, lose
 from torch.distributed import PrefixStore
 
 from ft_wrapper.cli import status
-from ft_wrapper.rendezvous.register import agents_prefix, version_key
+from ft_wrapper.rendezvous.keys import agents_prefix, version_key
 from ft_wrapper.store import TCPStore, TCPStoreServer, connect
 from ft_wrapper.testing.etcd_server import free_port
 

@@ -20,7 +20,7 @@ from ft_wrapper.agent.ft_nodes import what_follows
 from ft_wrapper.agent.signals import What
 from ft_wrapper.exception import StoreUnavailable
 from ft_wrapper.rendezvous.executor import REFRESH
-from ft_wrapper.rendezvous.moves import adopt_rank_policy
+from ft_wrapper.rendezvous.moves import adopt_rank_policy, close
 from ft_wrapper.rendezvous.presence import LOOK_AGAIN, RECONNECTS, WATCHED
 from ft_wrapper.rendezvous.register import KEPT_VERSIONS, RecordRegister
 from ft_wrapper.rendezvous.settings import RendezvousSettings
@@ -234,7 +234,7 @@ def disturbed_world(seed: int) -> DisturbedWorld:
                 scheduler.sleep(_LOOK)
             if not world.over:
                 node.join()
-        node.executor.close()
+        node.executor.register.change(close)
 
     def start(node_id: str) -> SimulatedNode:
         made = world.start(node_id, plan)

@@ -24,10 +24,11 @@ from torch.distributed.elastic.rendezvous import (
 from ft_wrapper.agent.ft_nodes import what_follows
 from ft_wrapper.agent.signals import What
 from ft_wrapper.rendezvous.executor import Executor
-from ft_wrapper.rendezvous.moves import adopt_rank_policy
+from ft_wrapper.rendezvous.keys import RECORD_KEY, log_key
+from ft_wrapper.rendezvous.moves import adopt_rank_policy, close
 from ft_wrapper.rendezvous.operations import nodes_waiting
 from ft_wrapper.rendezvous.record import Admission, Node, NodePlace, RendezvousRecord, RoundPolicy, Seat
-from ft_wrapper.rendezvous.register import RECORD_KEY, Board, RecordRegister, Snapshot, log_key
+from ft_wrapper.rendezvous.register import Board, RecordRegister, Snapshot
 from ft_wrapper.rendezvous.settings import RendezvousSettings
 from ft_wrapper.store import StoreMixin
 from ft_wrapper.testing import Task
@@ -211,7 +212,7 @@ class ExploredNode:
     def close(self) -> None:
         """Somebody ends it all here, beside what the agent does."""
         executor, _ = self._make("closing")
-        self._spawn("closing", lambda: executor.close() and None)
+        self._spawn("closing", lambda: executor.register.change(close) and None)
 
     def watch(self) -> None:
         """Begins to watch its neighbours."""

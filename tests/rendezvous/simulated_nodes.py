@@ -14,11 +14,12 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from ft_wrapper.protocol.operations import Beat, Step
 from ft_wrapper.rendezvous.executor import Executor
-from ft_wrapper.rendezvous.moves import adopt_rank_policy
+from ft_wrapper.rendezvous.keys import RECORD_KEY
+from ft_wrapper.rendezvous.moves import adopt_rank_policy, close
 from ft_wrapper.rendezvous.operations import nodes_waiting
 from ft_wrapper.rendezvous.presence import NodeHeart, Watcher, nearest, ring
 from ft_wrapper.rendezvous.record import Node, NodePlace, RendezvousRecord, RoundPolicy, Seat
-from ft_wrapper.rendezvous.register import RECORD_KEY, Board, RecordRegister, Snapshot
+from ft_wrapper.rendezvous.register import Board, RecordRegister, Snapshot
 from ft_wrapper.rendezvous.settings import RendezvousSettings
 from ft_wrapper.testing import Scheduler, Task
 from ft_wrapper.testing.clock import Waiter
@@ -444,7 +445,7 @@ def random_world(seed: int) -> World:
         while scheduler.now() < max(end, world.disturbed_at + settle):
             node.work(max(end, world.disturbed_at + settle))
         check_settled(world)
-        node.executor.close()
+        node.executor.register.change(close)
 
     for number in range(dice.randint(1, 4)):
         node = world.start(str(number), plan)

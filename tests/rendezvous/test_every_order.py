@@ -15,9 +15,10 @@ from explored_nodes import CLOSE, CRASH, EXIT, FAILURE, LATE, SUSPECT, ExploredJ
 
 from ft_wrapper.rendezvous import moves, operations
 from ft_wrapper.rendezvous.executor import Executor
+from ft_wrapper.rendezvous.keys import RECORD_KEY, version_key
 from ft_wrapper.rendezvous.operations import Action, Announced, Context
 from ft_wrapper.rendezvous.record import Admission, RendezvousRecord, RoundPolicy, Seat, digest
-from ft_wrapper.rendezvous.register import RECORD_KEY, RecordRegister, Snapshot, version_key
+from ft_wrapper.rendezvous.register import RecordRegister, Snapshot
 from ft_wrapper.testing import SchedulerError
 
 

@@ -30,7 +30,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from ft_wrapper.protocol.operations import read
-from ft_wrapper.rendezvous import backends, moves
+from ft_wrapper.rendezvous import moves, workers
 from ft_wrapper.rendezvous.backends import Backend, EtcdBackend, TcpBackend
 from ft_wrapper.rendezvous.executor import Executor
 from ft_wrapper.rendezvous.handler import (
@@ -38,15 +38,9 @@ from ft_wrapper.rendezvous.handler import (
     FtRendezvousHandler,
     create_handler,
 )
+from ft_wrapper.rendezvous.keys import RECORD_KEY, alive_key, endpoint_key, goodbye_key, process_key
 from ft_wrapper.rendezvous.presence import NodeHeart
 from ft_wrapper.rendezvous.record import RendezvousRecord, RoundPolicy, Seat
-from ft_wrapper.rendezvous.register import (
-    RECORD_KEY,
-    alive_key,
-    endpoint_key,
-    goodbye_key,
-    process_key,
-)
 from ft_wrapper.rendezvous.settings import Identity, RendezvousSettings, parameters_from_url
 from ft_wrapper.store import TCPStore, TCPStoreServer
 from ft_wrapper.store.address import EtcdAddress
@@ -216,15 +210,15 @@ def test_a_node_that_hears_of_the_end_need_not_tell_it() -> None:
     with concurrent.futures.ThreadPoolExecutor() as pool:
         for joined in [pool.submit(host.next_rendezvous), pool.submit(other.next_rendezvous)]:
             joined.result(TIMEOUT)
-        tell = other._with_side
+        change = other._change
 
-        def tell_too_late(act: Any) -> Any:
+        def change_too_late(close: Any) -> Any:
             ours.set()
             assert released.wait(TIMEOUT)
-            return tell(act)
+            return change(close)
 
         released = threading.Event()
-        with mock.patch.object(other, "_with_side", tell_too_late):
+        with mock.patch.object(other, "_change", change_too_late):
             ending = pool.submit(other.shutdown)
             assert ours.wait(TIMEOUT)
             try:
@@ -392,7 +386,7 @@ def test_an_index_whose_agent_is_known_to_be_gone_is_not_waited_for(nodes: Nodes
         first.leave()
     elif how == "evicted":
         freeze_now(first)
-        other._with_side(lambda side: side.change(lambda record: moves.remove_nodes(record, [node])[0]))
+        other._change(lambda record: moves.remove_nodes(record, [node])[0])
     elif how == "ended here":
         freeze_now(first)
         store = first._backend.connect()
@@ -547,7 +541,7 @@ def test_signal_ends_the_wait_for_the_store_of_the_workers(
     def interrupt(signum: int, frame: object) -> None:
         raise Interrupted
 
-    main, wait = threading.get_ident(), backends.call_in_thread
+    main, wait = threading.get_ident(), workers.call_in_thread
 
     def interrupted(function: Callable[[], bool], what: str) -> bool:
         def signalled() -> bool:
@@ -562,7 +556,7 @@ def test_signal_ends_the_wait_for_the_store_of_the_workers(
     )
     at = RendezvousStoreInfo("localhost", 1)
     monkeypatch.setattr(host._workers, "open", lambda *arguments: opened.wait(TIMEOUT) and at)
-    monkeypatch.setattr(backends, "call_in_thread", interrupted)
+    monkeypatch.setattr(workers, "call_in_thread", interrupted)
     before = signal.signal(signal.SIGUSR1, interrupt)
     try:
         hosting = nodes.join(host)
@@ -642,21 +636,20 @@ def test_a_member_of_etcd_on_this_node_does_not_make_it_the_only_one(etcd: EtcdS
 
 def test_an_error_in_one_close_skips_no_other() -> None:
     backend, opened = MemoryBackend(FakeStore(RealClock())), mock.Mock()
-    handler = FtRendezvousHandler(RendezvousSettings("job", 1, 1), Identity("0"), backend)
-    presence = handler.begin()
-    handler._opened.callback(opened)
-    end = presence.end
-
-    def fail(patience: float) -> None:
-        end(patience)
-        raise OSError("a mistake")
-
     with (
-        mock.patch.object(presence, "end", fail),
-        mock.patch.object(handler._workers, "close", side_effect=OSError("another")),
+        mock.patch.object(workers.WorkerStores, "close", side_effect=OSError("another")),
         mock.patch.object(backend, "close") as closed,
-        pytest.raises(OSError, match="another"),
     ):
-        handler.leave()
+        handler = FtRendezvousHandler(RendezvousSettings("job", 1, 1), Identity("0"), backend)
+        presence = handler.begin()
+        handler._opened.callback(opened)
+        end = presence.end
+
+        def fail(patience: float) -> None:
+            end(patience)
+            raise OSError("a mistake")
+
+        with mock.patch.object(presence, "end", fail), pytest.raises(OSError, match="another"):
+            handler.leave()
     opened.assert_called_once()
     closed.assert_called_once()

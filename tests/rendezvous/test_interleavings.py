@@ -56,7 +56,7 @@ def crash_world(step: int, *, rank_policy: bool, respawns: bool, task: str) -> t
             node.join()  # a worker failed: a restart of all
         node.work(END)
         check_settled(world)
-        node.executor.close()
+        node.executor.register.change(moves.close)
 
     def die() -> None:
         nonlocal died
@@ -97,13 +97,13 @@ def test_policy_rank_keeps_the_others_where_they_are() -> None:
         node.executor.register.change(adopt_rank_policy)
         node.work(END)
         assert node.rounds == [0]
-        node.executor.close()
+        node.executor.register.change(moves.close)
 
     def spare(node: SimulatedNode) -> None:
         scheduler.sleep(5.0)
         node.join()
         node.work(END)
-        node.executor.close()
+        node.executor.register.change(moves.close)
 
     world.start("0", first)
     lost = world.start("1", first)
@@ -135,7 +135,7 @@ def test_paused_node_is_out_and_comes_back() -> None:
         node.join()
         node.work(END)
         check_settled(world)
-        node.executor.close()
+        node.executor.register.change(moves.close)
 
     world.start("0", plan)
     paused = world.start("1", plan)
@@ -159,7 +159,7 @@ def test_closing_while_others_join() -> None:
 
         def plan(node: SimulatedNode) -> None:
             if node.node.id == "0":
-                node.executor.close()
+                node.executor.register.change(moves.close)
             else:
                 with pytest.raises(RendezvousClosedError):
                     while True:

@@ -8,11 +8,12 @@ import pytest
 from simulated_nodes import neighbours
 
 from ft_wrapper.rendezvous.executor import Executor
+from ft_wrapper.rendezvous.keys import QUARANTINE_KEY, alive_key
 from ft_wrapper.rendezvous.moves import may_evict
 from ft_wrapper.rendezvous.presence import NodeHeart, NodeWatch
 from ft_wrapper.rendezvous.quarantine import Quarantine
 from ft_wrapper.rendezvous.record import Node, RendezvousRecord, RoundPolicy, Seat
-from ft_wrapper.rendezvous.register import QUARANTINE_KEY, RecordRegister, Snapshot, alive_key
+from ft_wrapper.rendezvous.register import RecordRegister, Snapshot
 from ft_wrapper.rendezvous.settings import RendezvousSettings
 from ft_wrapper.testing import FakeStore
 

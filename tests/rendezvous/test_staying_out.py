@@ -18,9 +18,9 @@ from torch.distributed.elastic.rendezvous import (
 from ft_wrapper.exception import StoreError
 from ft_wrapper.rendezvous.backends import EtcdBackend
 from ft_wrapper.rendezvous.handler import FtRendezvousHandler
+from ft_wrapper.rendezvous.keys import QUARANTINE_KEY
 from ft_wrapper.rendezvous.quarantine import Quarantine
 from ft_wrapper.rendezvous.record import Node
-from ft_wrapper.rendezvous.register import QUARANTINE_KEY
 from ft_wrapper.rendezvous.settings import Identity, RendezvousSettings
 from ft_wrapper.store.address import EtcdAddress
 from ft_wrapper.testing import EtcdServer, FakeStore

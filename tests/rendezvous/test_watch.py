@@ -9,9 +9,10 @@ from collections.abc import Callable
 import pytest
 
 from ft_wrapper.rendezvous.executor import Executor
+from ft_wrapper.rendezvous.keys import version_key
 from ft_wrapper.rendezvous.presence import LOOK_AGAIN, Watcher
 from ft_wrapper.rendezvous.record import Node, RendezvousRecord
-from ft_wrapper.rendezvous.register import KEPT_VERSIONS, Board, RecordRegister, version_key
+from ft_wrapper.rendezvous.register import KEPT_VERSIONS, Board, RecordRegister
 from ft_wrapper.rendezvous.settings import RendezvousSettings
 from ft_wrapper.store import TCPStore, TCPStoreServer
 from ft_wrapper.testing import Scheduler

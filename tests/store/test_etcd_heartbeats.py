@@ -17,9 +17,9 @@ from ft_wrapper.protocol import Agreement, keys
 from ft_wrapper.protocol.operations import LAPSED, Beat, beats
 from ft_wrapper.protocol.records import Member
 from ft_wrapper.protocol.silence import CounterObserver, HeartbeatObserver, beat_lasts
+from ft_wrapper.rendezvous.keys import alive_key
 from ft_wrapper.rendezvous.presence import NodeWatch
 from ft_wrapper.rendezvous.record import Node, RendezvousRecord, RoundPolicy, Seat
-from ft_wrapper.rendezvous.register import alive_key
 from ft_wrapper.store import EtcdStore, PrefixStore
 from ft_wrapper.store.etcd_messages import Span
 from ft_wrapper.store.etcd_watch import Watch

@@ -16,9 +16,10 @@ from rejoin_job import Training, training
 
 from ft_wrapper.cli import status
 from ft_wrapper.cli.status import COMPLETED, NOT_FORMED, RUNNING, read_status, watch
+from ft_wrapper.rendezvous.keys import endpoint_key
 from ft_wrapper.rendezvous.moves import close
 from ft_wrapper.rendezvous.record import Node, RendezvousRecord, Seat
-from ft_wrapper.rendezvous.register import RecordRegister, endpoint_key
+from ft_wrapper.rendezvous.register import RecordRegister
 from ft_wrapper.store import TCPStoreServer, connect
 from ft_wrapper.testing import FakeStore
 
