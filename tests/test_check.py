@@ -15,9 +15,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from ft_wrapper import check, run
+from ft_wrapper import check
 from ft_wrapper.check import Finding, findings
 from ft_wrapper.cli import check as cli_check
+from ft_wrapper.cli import run
 from ft_wrapper.cli.check import NO_CUDA
 from ft_wrapper.run import main, parse_args
 

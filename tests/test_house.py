@@ -49,8 +49,8 @@ class Budget:
 
 
 LINES = {
-    "top": Budget(990, 1459, CORE),
-    "cli": Budget(700),
+    "top": Budget(990, 1300, CORE),
+    "cli": Budget(700, 825, SHELL),
     "restart": Budget(1200, 1538, CORE),
     "rank_assignment": Budget(500, 514, CORE),
     "protocol": Budget(2170, 2455, CORE),

@@ -632,9 +632,8 @@ def test_a_notice_does_not_end_another_program(tmp_path: Path, traps: bool) -> N
 
 def test_notices_end_nothing_before_the_nodes_meet_and_when_all_is_over() -> None:
     """They come in one after the other, from the beginning to the end of the process."""
-    code = (
-        "from ft_wrapper import run; main = run.main; run.main = lambda: print('runs', flush=True) or main()"
-    )
+    code = "from ft_wrapper.cli import run; main = run.main"
+    code += "; run.main = lambda: print('runs', flush=True) or main()"
     words = ["-c", f"{code}; run.command()", "--no-python", "true"]
     with start_python(words, stderr=subprocess.DEVNULL) as process:
         try:
@@ -911,7 +910,7 @@ def test_exit_code_of_the_program(tmp_path: Path) -> None:
 WAITS = """
     import threading
     from datetime import timedelta
-    from ft_wrapper import run
+    from ft_wrapper.cli import run
     from ft_wrapper.store.tcp_server import serve
     from torch.distributed import TCPStore
 
@@ -941,7 +940,7 @@ def test_a_reader_that_has_read_enough_ends_a_command_quietly(command: str) -> N
     """`ftrun report … | head` said where in Python the pipe had broken."""
     code = """
         import sys
-        from ft_wrapper import run
+        from ft_wrapper.cli import run
 
         def much(argv):
             for number in range(100_000):

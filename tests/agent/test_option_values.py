@@ -166,7 +166,7 @@ def test_an_address_that_nobody_knows_is_told(address: str) -> None:
 
 
 def test_a_master_addr_that_is_no_name_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    from ft_wrapper.run import meet
+    from ft_wrapper.cli.meeting import meet
 
     for address in ("a..b", "x" * 70):
         meet(parsed("--master-addr", address))

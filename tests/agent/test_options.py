@@ -20,9 +20,10 @@ from ft_wrapper.agent.nodes import alone
 from ft_wrapper.agent.options import Options, parse_args
 from ft_wrapper.agent.outputs import Logs
 from ft_wrapper.agent.process import Job
+from ft_wrapper.cli.meeting import meet
 from ft_wrapper.rank_assignment import ActivateAllRanks, MaxActiveWorldSize
 from ft_wrapper.rendezvous.settings import Identity, RendezvousSettings, read_parameters
-from ft_wrapper.run import main, meet
+from ft_wrapper.run import main
 from ft_wrapper.testing.etcd_server import free_port
 
 STATIC = ("--nnodes", "2", "--master-addr", "head", "--master-port", "29501")
