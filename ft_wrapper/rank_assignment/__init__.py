@@ -1,4 +1,4 @@
-"""Plug-ins that decide which process gets which rank, and which ranks are active.
+"""Rank assignments: plug-ins that give each process its rank, active or spare.
 
 They run on every rank before every iteration. Before the first one no rank is terminated, and the state holds
 the ranks of the job. At a restart the state holds the ranks of the iteration that ended; some of them are

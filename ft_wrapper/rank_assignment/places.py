@@ -1,11 +1,11 @@
-"""How `Tree` gives ranks: a pure function from who came to who gets which place.
+"""How `Tree` gives ranks: a pure function from the ranks that came to the place of each.
 
 Ranks are leaves; each `Layer` makes branches of them, the first one a single branch of all. A leaf is named
 by its slot (the initial rank), a branch by the numbers of the branches from below the first layer
 down to it, its path. Numbers grow in the order in which branches appear, so that leaves sorted by path are in
 depth-first order.
 
-Who is lost says nothing any more, but where it was decides who takes over. So every rank keeps the *table*,
+A lost rank brings nothing, but where it was decides which one takes over. So every rank keeps the *table*,
 one row a leaf, brings it along, and gets the new one back: the rank that computes finds all there is to know
 in what the ranks brought, no matter who is lost and who computed before. Columns of numbers that are mostly
 regular compress well: a few hundred bytes for thousands of ranks.
@@ -238,7 +238,7 @@ def _newest_table(arrivals: dict[int, Arrival], depth: int) -> tuple[int, list[_
 
 
 def _admit(leaves: list[_Leaf], arrivals: dict[int, Arrival], depth: int) -> set[_Leaf]:
-    """Finds those who came among the leaves, adds and returns those who are new."""
+    """Finds the ranks that came among the leaves; adds and returns the new ones."""
     known = {leaf.slot: leaf for leaf in leaves}
     numbers: dict[tuple[str, ...], int] = {}
     for arrival in arrivals.values():

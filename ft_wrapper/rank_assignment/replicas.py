@@ -1,4 +1,4 @@
-"""How `ReplicaGroups` gives ranks: a pure function of who is lost. Rank r has shard ``r % size``."""
+"""How `ReplicaGroups` gives ranks: a pure function of the lost ranks. Rank r has shard ``r % size``."""
 
 from collections.abc import Collection
 

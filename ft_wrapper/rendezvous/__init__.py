@@ -1,4 +1,4 @@
-"""Which nodes take part in a job: they find each other, agree on who is in, and notice which are lost.
+"""Which nodes take part in a job: they meet, agree on their members, notice lost ones.
 
 What agents use: `handler`, configured by `settings`, on one of the `backends`. Below: `record` (what the
 nodes agree on), `moves` and `operations` (all decisions, pure), `executor` and `register` (carry them out on

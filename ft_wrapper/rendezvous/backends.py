@@ -53,7 +53,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def agents_store(self, prefix: str) -> Store:
-        """A store for what the agents of a round tell each other, through a client of its own.
+        """A store that the agents of a round share, through a client of its own.
 
         Args:
             prefix: in front of all keys.
@@ -186,8 +186,9 @@ class EtcdBackend(Backend):
         name: what ``--rdzv-backend`` calls it.
 
     Raises:
-        RendezvousConnectionError: etcd cannot be reached; says why.
-        RendezvousStateError: it refuses, or a library is missing: the same would happen again; says why.
+        RendezvousConnectionError: etcd cannot be reached; with the reason.
+        RendezvousStateError: it refuses, or a library is missing, so trying again is of no use; with the
+            reason.
         ValueError: the address cannot be right.
     """
 

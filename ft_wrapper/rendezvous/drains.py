@@ -1,4 +1,4 @@
-"""Which ranks a drain is about, and whether enough would be left."""
+"""Drains: which ranks are meant, whether enough would be left."""
 
 from collections.abc import Collection
 
@@ -9,7 +9,7 @@ from .record import Drain, Node, RendezvousRecord, RoundPolicy, Seat
 
 
 class TooFew(ValueError):
-    """A drain is refused; says how many would be left."""
+    """A drain is refused, with how many would be left."""
 
 
 def find(record: RendezvousRecord, target: str, within: float, why: str = "") -> Drain:
@@ -23,7 +23,7 @@ def find(record: RendezvousRecord, target: str, within: float, why: str = "") ->
         why: for people.
 
     Raises:
-        ValueError: there is no such node or slot, or no rank on it; says which there are.
+        ValueError: there is no such node or slot, or no rank on it; lists those that there are.
     """
     kind, _, rest = target.partition(":")
     name = rest if kind in ("node", "slot") else target

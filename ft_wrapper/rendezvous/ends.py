@@ -1,4 +1,4 @@
-"""What the nodes of a round tell each other of its end, in the store that their agents share."""
+"""How the ranks of each node have ended, in the store that the agents of a round share."""
 
 from collections.abc import Iterable
 

@@ -66,7 +66,7 @@ class Executor:
         Raises:
             RendezvousClosedError: the rendezvous is closed.
             RendezvousGracefulExitError: it is closed, and this node was a spare.
-            RendezvousTimeoutError: not enough nodes joined; says how many of how many, and which.
+            RendezvousTimeoutError: not enough nodes joined; with how many of how many, and which.
             RendezvousError: the options differ from those of the others, or another agent has this node's id.
         """
         return self._run(operations.join, self._settings.join_timeout, leaving)
@@ -148,8 +148,8 @@ class Executor:
             context = self._next(context, record, timeout)
             if context.place is NodePlace.SPARE and not self.was_spare:
                 self.was_spare = True
-                who = (self._settings.run_id, self.node)
-                log.info("%s: node %s is a spare: there is no seat for it now", *who)
+                run_id = self._settings.run_id
+                log.info("%s: node %s is a spare: there is no seat for it now", run_id, self.node)
             action = operation(context)
             if action is Action.FINISH:
                 return snapshot
@@ -288,7 +288,7 @@ def observer(store: Operations, timeout: float) -> CounterObserver[Node]:
 
 
 def note_process(store: Operations, node: Node) -> None:
-    """Notes that this process is a node's agent, for one that comes with the same id."""
+    """Publishes which process a node's agent is, for a later agent with the same id."""
     write_text(store, process_key(node.id), f"{_place(node)} {os.getpid()}")
 
 
@@ -299,7 +299,7 @@ def _place(node: Node) -> str:
 
 
 def _has_ended(node: Node, process: str) -> bool:
-    """Whether an agent has ended, as far as this pid namespace can tell."""
+    """Whether an agent has ended, as far as this pid namespace shows."""
     place, _, pid = process.rpartition(" ")
     return place == _place(node) and not os.path.exists(f"/proc/{pid}")
 

@@ -52,7 +52,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
             other node is, and under the policy ``rank`` this is evidence of the death of all the silent
             node's ranks. Called in the thread that sends the heartbeat.
         on_change: notified of each new record. Called in the thread that waits for them.
-        on_lost: notified, once, that the store is lost: no change will be seen any more. Called in the thread
+        on_lost: notified, once, that the store is lost: no later change will be seen. Called in the thread
             that noticed.
 
     Attributes:
@@ -117,7 +117,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
         Raises:
             RendezvousClosedError: the rendezvous is closed.
             RendezvousGracefulExitError: it is closed, and this node was a spare.
-            RendezvousTimeoutError: not enough nodes joined; says how many of how many, and which.
+            RendezvousTimeoutError: not enough nodes joined; with how many of how many, and which.
             RendezvousConnectionError: the store is lost.
             RendezvousStateError: the record cannot be read.
             RendezvousError: the options differ from the others', or another agent has this node's id.
@@ -145,7 +145,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
         return record.closed
 
     def set_closed(self, reason: str = "", result: str = "") -> None:
-        """Closes the rendezvous for all nodes. What the first one says stands.
+        """Closes the rendezvous for all nodes. The first reason and result count.
 
         Args:
             reason: why, for their agents; empty if the ranks came to their own end.
@@ -160,7 +160,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
 
         if not self._board.is_closed:
             # Not in this thread: where another node closes it too, and hosts the store, that may be gone
-            # before ours was told.
+            # before this client has its answer.
             in_background("closing the rendezvous", close)
         while not self._board.is_closed:
             self._board.wait(-1 if self.record is None else self.record.version)
@@ -188,7 +188,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
             result: how the job has ended, for the agents that come late.
 
         Returns:
-            Whether the others could be told.
+            Whether the others were notified.
         """
         record, node = self.record, self.node
         takes_part = record is not None and node is not None and record.place_of(node) is not None
@@ -425,8 +425,8 @@ class EtcdRendezvousHandler(FtRendezvousHandler):
         url: where, which job, and how many nodes.
 
     Raises:
-        ValueError: the URL cannot be right; says why.
-        RendezvousConnectionError: etcd cannot be reached, or refuses; says why.
+        ValueError: the URL cannot be right; with the reason.
+        RendezvousConnectionError: etcd cannot be reached, or refuses; with the reason.
     """
 
     def __init__(self, url: str) -> None:

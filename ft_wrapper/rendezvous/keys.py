@@ -47,7 +47,7 @@ def wake_endpoint(round_number: int) -> str:
 
 
 def agents_prefix(round_number: int) -> str:
-    """Prefix of what the agents of a round tell each other."""
+    """Prefix of the store that the agents of a round share."""
     return f"{_ROOT}/agents/{round_number}"
 
 
@@ -56,10 +56,10 @@ QUARANTINE_KEY = f"{_ROOT}/quarantine"
 
 
 def goodbye_key(name: str) -> str:
-    """Set once a node has seen that the rendezvous is closed, and needs the store no more."""
+    """Set once a node has seen that the rendezvous is closed, and no longer needs the store."""
     return f"{_ROOT}/goodbye/{name}"
 
 
 def gone_key(name: str) -> str:
-    """Set once a node uses the store no more, where the last one removes everything."""
+    """Set once a node has left the store, where the last one removes everything."""
     return f"{_ROOT}/gone/{name}"

@@ -6,10 +6,10 @@ a thousand. `normalize` then makes every move that follows.
 
 Under the policy ``group`` every change of membership is a new round: nodes that come late wait, and once all
 nodes have left a round the next one begins with those that wait. A round is complete at once with
-`RendezvousRecord.max_nodes`, with fewer when a node says so (`complete_round`). Under the policy ``rank`` the
-round stays: a node takes a seat or loses it, and the others go on. But if the node of group rank 0 hosts the
-workers' store, the store is lost with that node: the policy is ``group`` again, and the others form a new
-round.
+`RendezvousRecord.max_nodes`, with fewer when a node completes it (`complete_round`). Under the policy
+``rank`` the round stays: a node takes a seat or loses it, and the others go on. But if the node of group rank
+0 hosts the workers' store, the store is lost with that node: the policy is ``group`` again, and the others
+form a new round.
 """
 
 from collections.abc import Iterable, Sequence
@@ -117,14 +117,14 @@ def may_evict(record: RendezvousRecord, node: Node, silent: Iterable[Node]) -> b
 
 
 def close(record: RendezvousRecord, reason: str = "", result: str = "") -> RendezvousRecord:
-    """Closes the rendezvous; the first reason and result stand."""
+    """Closes the rendezvous; the first reason and result count."""
     return record if record.closed else replace(record, closed=True, reason=reason, result=result)
 
 
 def add_drain(record: RendezvousRecord, asked: Drain) -> RendezvousRecord:
     """Asks ranks to leave the job; their node carries it out, and leaves if they are all it has.
 
-    Of two drains of the same ranks the one that leaves less time counts.
+    Of two drains of the same ranks the shorter one counts.
     """
     known = any(asked.node == node.name for node in record.nodes)
     same = [other for other in record.drains if (other.node, other.slots) == (asked.node, asked.slots)]

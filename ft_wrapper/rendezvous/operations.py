@@ -1,4 +1,4 @@
-"""What a node does next: each operation looks at the record and names the next action. Pure.
+"""What a node does next: an operation names the next action, by the record. Pure.
 
 Time is handed in, by the node's own clock; no time of another host counts. An operation is asked again after
 each action and after each change of the record, until it answers `Action.FINISH` or an error.
@@ -56,7 +56,7 @@ class Context:
     """What an operation looks at.
 
     Args:
-        node: who asks.
+        node: whose next action it is.
         record: the record.
         now: this node's clock, in seconds.
         deadline: when the operation times out.
@@ -190,7 +190,7 @@ def succeed(still: float, known_for: float, limit: float) -> Action:
     """
     if still >= limit:
         return Action.TAKE_SEAT
-    # It may have died since the first look: one that beats even now has not.
+    # It may have died since the first look; not if it beats even now.
     return Action.ERROR_TIMEOUT if still == 0.0 and known_for >= 2 * limit else Action.SYNC
 
 

@@ -1,4 +1,4 @@
-"""Staying in: a node's heartbeat, the nodes it watches, and the two threads that do this until the end."""
+"""Presence: the two threads that keep a node in the rendezvous, as its neighbours see it."""
 
 import contextlib
 import dataclasses
@@ -226,7 +226,7 @@ class Watcher(_Keeper):
                 self._board.on_change(known)
                 continue  # that may have taken a while
             if known.closed:
-                # Said by this thread, which has nothing to ask the store any more.
+                # By this thread, which has nothing more to ask the store.
                 self._store.set(goodbye_key(self._node.name), "")
                 self._store.check([RECORD_KEY])  # a set is not answered: now it has arrived
                 return
@@ -238,7 +238,7 @@ class Watcher(_Keeper):
                     self._register.read()
                 read_at = self._store.now()
             except StoreUnavailable:
-                read_at = -math.inf  # the heart says so; much may have changed meanwhile
+                read_at = -math.inf  # the heart logs it; much may have changed meanwhile
 
 
 class NodeHeart(_Keeper):
@@ -309,7 +309,7 @@ class NodeHeart(_Keeper):
             return []
         try:
             others = [one.node for one in self._quarantine.nodes() if not node.is_same(one.node)]
-        except StoreError:  # no reason to lose this node, and the next look will tell
+        except StoreError:  # no reason to lose this node; the next look comes
             return []
         return [other for other in others if record.place_of(other) is None]
 

@@ -1,4 +1,4 @@
-"""The record that all nodes agree on: its fields, what can be read off it, and its text in the store. Pure.
+"""The record that all nodes agree on. Pure.
 
 The words of torch's elastic agents: the participants are the occupied seats, the wait list is
 `RendezvousRecord.waiting`, the redundancy list is `RendezvousRecord.spares`.
@@ -165,7 +165,7 @@ class RendezvousRecord:
         complete: whether the round has formed.
         closed: whether the rendezvous is over. Final.
         reason: why it was closed; empty if the ranks came to their own end.
-        result: how the job has ended, for its agents; empty if nobody has said.
+        result: how the job has ended, for its agents; empty if that is not known.
         policy: what a change of membership does.
         formation_size: ranks of the last round that formed under `RoundPolicy.GROUP`; from then on fixed.
         next_slot: the first slot that no seat has.

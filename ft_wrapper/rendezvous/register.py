@@ -1,4 +1,4 @@
-"""The record in a store: how it is read and replaced, and how nodes wait for the next one.
+"""The record in a store: reads, changes by compare-and-set, waits for the next one.
 
 It is replaced by compare_set from exactly what was read. Every version has its own `writer`, so a node that
 reads its own one back knows that it has won, also where an answer was lost and the client asked again.
@@ -92,7 +92,7 @@ class RecordRegister:
             The record as it is now, and whether it was replaced.
 
         Raises:
-            RendezvousStateError: there is no record any more, or it cannot be read.
+            RendezvousStateError: the record is gone, or cannot be read.
         """
         version = before.record.version + 1
         record = dataclasses.replace(after, version=version, writer=next(self.store.nonces))
@@ -203,7 +203,7 @@ class Board:
         return snapshot
 
     def lose(self, error: Exception) -> None:
-        """The store is lost: no change will be seen any more."""
+        """The store is lost: no later change will be seen."""
         with self._changed:
             is_first = self._lost is None
             self._lost = self._lost or error

@@ -1,4 +1,4 @@
-"""How a rendezvous is configured: torch's parameters, or a URL; errors say the way out."""
+"""How a rendezvous is configured: torch's parameters, or a URL; errors name the way out."""
 
 import dataclasses
 import difflib
@@ -100,7 +100,7 @@ class RendezvousSettings:
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """This node, as far as it was told.
+    """This node, as far as it is configured.
 
     Args:
         node_id: its id; a unique one is made when None.
@@ -157,7 +157,7 @@ def read_parameters(parameters: RendezvousParameters) -> tuple[RendezvousSetting
         nproc=_number(int, "nproc", config.get("nproc", 1)),
         role=str(config.get("role", "default")),
     )
-    # What a backend will ask for: what is wrong is said before anything is done.
+    # What a backend will ask for: an error comes before anything is done.
     read_timeout(parameters)
     if parameters.backend in ETCD_NAMES:
         etcd_address(parameters)
@@ -203,7 +203,7 @@ def etcd_address(parameters: RendezvousParameters) -> EtcdAddress:
     for option, name in (("cacert", "ca"), ("cert", "cert"), ("key", "key")):
         if option in config:
             files[name] = str(config[option])
-    etcd_login()  # says what is wrong, before anything is done
+    etcd_login()  # an error comes before anything is done
     parse_endpoints(endpoints, tls="ca" in files or "cert" in files)  # the same
     ttl = _number(int, "ttl", config.get("ttl", DEFAULT_TTL))
     if ttl < 10:
@@ -219,7 +219,7 @@ def parameters_from_url(url: str) -> RendezvousParameters:
             else after the question mark is an option as in ``--rdzv-conf``, ``local_addr`` too.
 
     Raises:
-        ValueError: it is no such URL; says what is missing.
+        ValueError: it is no such URL; names what is missing.
     """
     parts, shown = urlsplit(url), without_secrets(url)
     run_id = unquote(parts.path.strip("/"))

@@ -23,7 +23,7 @@ _TIMEOUT = timedelta(seconds=30)  # of operations on the workers' store
 
 
 def announce_endpoint(store: Operations, round_number: int, address: str) -> None:
-    """Says where the store is that the workers of a round use."""
+    """Publishes where the store of a round's workers is."""
     key = endpoint_key(round_number)
     store.execute([Write({key: address}), Wake(wake_endpoint(round_number), "")])
 
@@ -63,7 +63,7 @@ class WorkerStores:
         self._hosted: TorchTCPStore | None = None
 
     def open(self, store: Operations, number: int, address: str) -> elastic.RendezvousStoreInfo:
-        """Opens the store of a round on this node, and tells the others.
+        """Opens the store of a round on this node, and publishes its address.
 
         Args:
             store: a client of the rendezvous store.
