@@ -234,8 +234,9 @@ class Executor:
             )
         # This one has left already.
         came = [self.node, *(node for node in record.participants if node.id != self.node.id)]
+        least = "at least " if record.min_nodes < record.max_nodes else ""
         return elastic.RendezvousTimeoutError(
-            f"{len(came)} of {_wanted(record)} nodes came to round {record.round} of the rendezvous "
+            f"{len(came)} of {least}{record.min_nodes} nodes came to round {record.round} of the rendezvous "
             f"{self._settings.run_id!r} within {timeout:g} s: {', '.join(map(str, came))}"
             f"{_missing(record, came)}{self._quarantined()}; see whether the others run, and reach this "
             "endpoint"
@@ -304,14 +305,8 @@ def _has_ended(node: Node, process: str) -> bool:
     return place == _place(node) and not os.path.exists(f"/proc/{pid}")
 
 
-def _wanted(record: RendezvousRecord) -> str:
-    return f"{'at least ' if record.min_nodes < record.max_nodes else ''}{record.min_nodes}"
-
-
 def _missing(record: RendezvousRecord, came: list[Node]) -> str:
     """Names the missing nodes, where ids are numbers."""
-    if not all(node.id.isdecimal() and int(node.id) < record.max_nodes for node in came):
-        return ""
-    ids = {int(node.id) for node in came}
-    missing = [str(number) for number in range(record.max_nodes) if number not in ids]
-    return f"; missing: {', '.join(missing)}"
+    known, ids = list(map(str, range(record.max_nodes))), {node.id for node in came}
+    missing = ", ".join(number for number in known if number not in ids)
+    return f"; missing: {missing}" if ids.issubset(known) else ""
