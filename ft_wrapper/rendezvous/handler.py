@@ -363,7 +363,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
         with self._side_register() as register:
             others = self._others(register.latest().record, register.store)
             try:
-                register.store.wait([goodbye_key(node.name) for node in others], timedelta(seconds=_GOODBYE))
+                register.store.wait(list(map(goodbye_key, others)), timedelta(seconds=_GOODBYE))
             except DistStoreError:
                 log.info("job %s: not all nodes have seen the end of the rendezvous", self.settings.run_id)
 
@@ -378,11 +378,10 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
                 if patience:
                     self._tidy_up(presence)
 
-    def _others(self, record: RendezvousRecord, store: Operations) -> list[Node]:
-        """All other nodes that use the store: those in the record and those in quarantine."""
-        outside = (one.node for one in Quarantine(store).nodes())
-        nodes = {node.name: node for node in (*record.nodes, *outside)}
-        return [node for node in nodes.values() if self.node is None or node.name != self.node.name]
+    def _others(self, record: RendezvousRecord, store: Operations) -> list[str]:
+        """Names of all other nodes that use the store: those in the record and those in quarantine."""
+        names = {node.name for node in record.nodes} | {one.node.name for one in Quarantine(store).nodes()}
+        return sorted(names - {self.node.name} if self.node is not None else names)
 
     def _tidy_up(self, presence: Presence) -> None:
         """After the rendezvous is closed the last node removes the store's contents, if no node hosts it.
@@ -395,8 +394,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
         if any(seat.occupant is None for seat in record.seats):
             return
         try:
-            others = [node.name for node in self._others(record, presence.store)]
-            self._backend.leave(presence.node.name, others)
+            self._backend.leave(presence.node.name, self._others(record, presence.store))
         except (StoreError, DistError) as error:
             log.debug("%s: nothing was tidied up: %s", self.settings.run_id, error)
 

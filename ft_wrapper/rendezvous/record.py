@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-FORMAT = 1
+FORMAT = 2
 
 
 class RoundPolicy(enum.Enum):
