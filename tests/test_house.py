@@ -73,7 +73,7 @@ LINES = {
 
 # Names that stand for two things, by the change that tells them apart.
 CLASSES_TWICE = {
-    CORE: {"Line", "Performer", "Place"} | {"Span", "State", "Watch", "_Callback", "_Fault"},
+    CORE: {"Line", "Performer", "Span", "State", "Watch", "_Callback", "_Fault"},
     SHELL: {"Entry", "FT", "Fault", "Job", "Policy"},
 }
 FUNCTIONS_TWICE = {
