@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from ..store.held import HoldingStore, StoreMixin
-from . import release_process_groups
+from .release import release_process_groups
 
 log = logging.getLogger(__name__)
 

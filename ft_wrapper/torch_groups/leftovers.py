@@ -5,8 +5,9 @@ import sys
 
 import torch
 
-from . import made, wait_for_released_groups
+from . import made
 from .made import kind_of
+from .release import wait_for_released_groups
 from .ways import cycle_of, reached_by_data, search
 
 _RELEASED_WITHIN = 10.0  # seconds

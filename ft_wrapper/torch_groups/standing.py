@@ -12,7 +12,7 @@ from typing import Any
 from ..monitor.frames import Place, current_frames, places, stack_in_words
 from ..protocol.standing import Counted, Stood
 from ..store.bounded import in_background
-from . import _backends, c10d
+from .abort import backends_of, c10d
 
 _COUNTED_WITHIN = 0.05  # seconds; a backend may hold a lock while it hangs
 _MOST_GROUPS = 8
@@ -85,4 +85,4 @@ def _counts(names: list[tuple[Any, str]]) -> tuple[Counted, ...]:
 
 def _is_exact(group: Any) -> bool:
     """Whether a group counts collectives only: NCCL does, and so should one that is a Python class."""
-    return all(backend is group or backend.name() == "nccl" for backend in _backends(group).values())
+    return all(backend is group or backend.name() == "nccl" for backend in backends_of(group).values())

@@ -20,6 +20,7 @@ from ft_wrapper.abort import Abort, AbortProcesses, AbortTorchDistributed, may_h
 from ft_wrapper.compose import Compose
 from ft_wrapper.state import FrozenState
 from ft_wrapper.testing import OnAbort, blocking_backend
+from ft_wrapper.torch_groups import abort as _abort
 
 TIMEOUT = 60.0
 
@@ -56,8 +57,8 @@ class Group:
 
 def abort(*groups: Group) -> None:
     names = {group: group.name for group in groups}
-    with mock.patch.object(torch_groups, "c10d", SimpleNamespace(_world=SimpleNamespace(pg_names=names))):
-        torch_groups._abort_backends()
+    with mock.patch.object(_abort, "c10d", SimpleNamespace(_world=SimpleNamespace(pg_names=names))):
+        _abort._abort_backends()
 
 
 @pytest.mark.parametrize("name", ["nccl", "nccl2", "xccl", "someone's own"])
@@ -150,7 +151,7 @@ def test_torchs_abort_may_hang_where_a_backend_aborts(backend: str, release: Non
 
 
 def test_torchs_abort_may_hang_where_groups_cannot_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_groups, "_groups_that_abort", None)
+    monkeypatch.setattr(_abort, "groups_that_abort", None)
     assert may_hang(AbortTorchDistributed())
 
 

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from abort_ranks import MAKING, TIMEOUT, Rank, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
-from ft_wrapper import torch_groups
 from ft_wrapper.abort import (
     AbortTorchDistributed,
     close_aborted_sockets,
@@ -28,6 +27,7 @@ from ft_wrapper.abort import (
 )
 from ft_wrapper.state import FrozenState
 from ft_wrapper.store.bounded import in_background
+from ft_wrapper.torch_groups import release
 
 CYCLES = 21
 
@@ -159,9 +159,9 @@ def test_only_gloos_backends_wait_for_threads_that_are_busy(monkeypatch: pytest.
     alive = [weakref.ref(each) for each in references[1:]]
     seen = []
     monkeypatch.setattr(
-        torch_groups, "_wait_until_idle", lambda _: seen.append([each() is None for each in alive])
+        release, "_wait_until_idle", lambda _: seen.append([each() is None for each in alive])
     )
-    torch_groups._drop_in_background(references)
+    release._drop_in_background(references)
     assert wait_for_released_groups(TIMEOUT)
     assert seen == [[True, False, True]]
     assert not any(each() for each in alive)
@@ -169,7 +169,7 @@ def test_only_gloos_backends_wait_for_threads_that_are_busy(monkeypatch: pytest.
 
 def test_a_thread_that_wakes_to_wait_for_descriptors_again_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     """As gloo's loops do, which have no names on torch < 2.13: each release waited 5 s for them."""
-    monkeypatch.setattr(torch_groups, "_IDLE_LIMIT", 10 * TIMEOUT)
+    monkeypatch.setattr(release, "_IDLE_LIMIT", 10 * TIMEOUT)
     ends = threading.Event()
     with select.epoll() as epoll:
 
@@ -179,7 +179,7 @@ def test_a_thread_that_wakes_to_wait_for_descriptors_again_is_idle(monkeypatch: 
 
         looper = in_background("a loop of gloo's", loop)
         assert looper.native_id is not None
-        waits = in_background("waiting", functools.partial(torch_groups._wait_until_idle, [looper.native_id]))
+        waits = in_background("waiting", functools.partial(release._wait_until_idle, [looper.native_id]))
         waits.join(TIMEOUT)
         ends.set()
         looper.join()

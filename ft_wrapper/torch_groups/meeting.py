@@ -1,0 +1,49 @@
+"""Where the groups of an iteration meet: a store of its own, which the variables of torch point to.
+
+So a plain ``init_process_group(backend)`` starts afresh in each iteration, and no key of an earlier one is
+ever seen. The monitor of the iteration's active rank 0 opens the store before any rank enters: clients that
+connect before their server is there back off for half a second and more.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+
+from torch._C._distributed_c10d import TCPStore
+
+from ..store.mixin import HoldingStore, PrefixStore
+
+_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+VARIABLES = (*_RANKS, "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
+_STORE_TIMEOUT = timedelta(seconds=300)
+
+
+@contextlib.contextmanager
+def variables_restored() -> Iterator[None]:
+    """Afterwards the environment variables that the wrapper changes are as they were."""
+    saved = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    try:
+        yield
+    finally:
+        for name in VARIABLES:
+            os.environ.pop(name, None)
+        os.environ.update(saved)
+
+
+def point_to(host: str, port: int) -> None:
+    """Sets the variables so that ``init_process_group`` finds the iteration's store."""
+    os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+
+
+def connect(n: int) -> PrefixStore:
+    """A client of the iteration's store, for the function's own use.
+
+    On that store, so that aborting the iteration frees anyone who waits there; and without trying again.
+
+    Args:
+        n: the iteration.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    client = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT)
+    return PrefixStore(n, HoldingStore(client))
