@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
-from ..torch_groups.forget import forget_old_ranks
+from ..torch_groups.caches import forget_old_ranks
 from .form import Form, Objects, filled, parts
 from .tree import Flat, named
 

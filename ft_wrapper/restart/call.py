@@ -34,9 +34,9 @@ from ..protocol.standing import Stood
 from ..rank_assignment import RankAssignmentCtx, activate_if_unsaid
 from ..state import Mode, State
 from ..store import PrefixStore, StorePlan
-from ..torch_groups import device, forget, made, warm_up
+from ..torch_groups import caches, device, tracker, warm_up
+from ..torch_groups.collective import standing
 from ..torch_groups.kept import KeptGroup
-from ..torch_groups.standing import standing
 from . import Settings, forked, same_faults, torch_state
 from .loop import Left, Performer, RestartLoop
 from .on_restart import Reporter
@@ -93,7 +93,7 @@ class Call(Performer):
         self.own = Resources(settings, plan, state, function_name, self._look, self._abort, self._tell)
         self.waiting = self.own.waiting
         self._reporter = Reporter(self.own, began_at)
-        self.made = made.begin()
+        self.made = tracker.begin()
 
     def close(self, error: BaseException | None) -> None:
         """Gives back everything: threads, processes, sockets, handlers, variables."""
@@ -166,7 +166,7 @@ class Call(Performer):
         device.take_device(self.own.memory.active)
         self.made.enter(state.iteration)
         rank, size = state.active_rank, state.active_world_size or 0
-        return rank is not None and forget.forget_compiled_ranks(rank, size)
+        return rank is not None and caches.forget_compiled_ranks(rank, size)
 
     def serve(self) -> Endpoint:
         return self.own.serve()
@@ -274,7 +274,7 @@ class Call(Performer):
             return
         warm_up.warm_up(users, lambda: self.own.interrupter.requested)
         if self.settings.collect_garbage:
-            forget.collect_garbage("warm-up")
+            caches.collect_garbage("warm-up")
 
     def _check_health(self) -> None:
         if self.settings.health_check is not None:
@@ -309,7 +309,7 @@ class Call(Performer):
         self.helpers.close()
         if self.settings.abort is not None or self.group.group is not None:
             release_process_groups(aborted=True, kept=self.group.group)
-        forget.end_checkpoint_process()  # before the others go on, or it writes beside the next iteration's
+        caches.end_checkpoint_process()  # before the others go on, or it writes beside the next iteration's
         self._user_store = None
 
     def clean_up(self) -> None:
@@ -342,7 +342,7 @@ class Call(Performer):
         self._restore()
         self.own.exit_watch.note()
         if self.settings.collect_garbage:
-            forget.collect_garbage("restart")
+            caches.collect_garbage("restart")
             self.made.warn()  # without a collection, FSDP2's models are all alive
         if self._stay.is_out_of_memory:
             torch.cuda.empty_cache()  # NCCL's new groups, and other processes, want some of it
@@ -358,7 +358,7 @@ class Call(Performer):
             error.__traceback__ = trace  # with which it leaves the call
         self._torch_state.restore()
         self.own.signals.put_back()
-        forget.forget_old_ranks()
+        caches.forget_old_ranks()
 
     def complete(self) -> None:
         self.own.member.emit("done", **self.own.memory.told_step(), **self.end_fields)
@@ -372,7 +372,7 @@ class Call(Performer):
         self.helpers.close()
         if self.settings.abort is not None:
             release_process_groups()
-        forget.forget_old_ranks()
+        caches.forget_old_ranks()
         self._user_store = None
         self.own.remember(self.state)
 

@@ -33,7 +33,7 @@ from ..settings import Limits, formation_size
 from ..state import State
 from ..store import StoreMixin, StorePlan, TCPStore
 from ..store.address import is_this_host, own_address
-from ..torch_groups import being_aborted, forget, variables_restored, warm_up
+from ..torch_groups import being_aborted, caches, variables_restored, warm_up
 from . import Settings
 from .exit_watch import ExitWatch
 from .report import waiting_line
@@ -273,7 +273,7 @@ class Resources:
             warm_up.make_context_early(member.agreement.store, member.member.incarnation)
             if self.settings.collect_garbage:
                 self.memory.enter_phase(shared_memory.Phase.WATCHED)
-                forget.collect_garbage("call")
+                caches.collect_garbage("call")
             with self.waiting:
                 is_in_time = member.join()
             if not is_in_time and remembered.has_failed:

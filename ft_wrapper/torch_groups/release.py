@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from ..store.bounded import in_background
-from . import made, nccl
+from . import nccl, tracker
 from .abort import abort_group, groups_that_abort, is_gloo
 from .gloo import unnamed_threads
 from .sockets import POLLS, named_threads, system_call
@@ -164,7 +164,7 @@ def _references(world: Any, kept: Any) -> list[Any]:
         if group is kept:
             continue
         references.append((group, value))
-        made.things.note(group)
+        tracker.things.note(group)
         with contextlib.suppress(Exception):  # it has no backend
             references.extend(group._get_backend(device) for device in group._device_types)
     return references

@@ -21,7 +21,7 @@ from ..monitor.frames import forget_frames
 from ..protocol import keys
 from ..protocol.operations import Operations, read, write_text
 from ..store.bounded import in_background
-from .forget import forget_compiled_code_at_entry
+from .caches import forget_compiled_code_at_entry
 
 log = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from support.torch_versions import needs_fsdp2_on_cpu
 from torch import nn
 
-from ft_wrapper.torch_groups.forget import forget_old_ranks
+from ft_wrapper.torch_groups.caches import forget_old_ranks
 
 TIMEOUT = 100.0
 NIGHTLY = pytest.mark.nightly("shards that move to other ranks run always, with and without replicas")

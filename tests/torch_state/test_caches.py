@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from ft_wrapper import Leftover, leftovers
-from ft_wrapper.torch_groups import forget as _torch_caches
-from ft_wrapper.torch_groups import made, release_process_groups
+from ft_wrapper.torch_groups import caches as _torch_caches
+from ft_wrapper.torch_groups import release_process_groups, tracker
 
 sys.path.append(str(Path(__file__).parents[1]))
 from support.warm_ftrun import run_python
@@ -136,7 +136,7 @@ def _what_is_left(
     job = Job(shape, names)
     work = WorkingThread() if thread else None
     do = work.do if work is not None else lambda function: function()
-    things = made.begin()
+    things = tracker.begin()
     things.enter(0)
     mesh = job.begin(rank=1)
     fill_tables(mesh)
@@ -315,7 +315,7 @@ def test_an_older_torch_need_not_have_them(
 
 def test_nothing_is_imported_for_it() -> None:
     code = (
-        "import sys, torch.distributed; from ft_wrapper.torch_groups import forget as caches;"
+        "import sys, torch.distributed; from ft_wrapper.torch_groups import caches;"
         "before = set(sys.modules);"
         "caches.forget_old_ranks(); caches.forget_compiled_ranks(1, 4); caches.forget_compiled_ranks(0, 4);"
         "assert set(sys.modules) == before, set(sys.modules) - before"

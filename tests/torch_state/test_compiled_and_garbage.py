@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ft_wrapper.torch_groups import forget, release_process_groups
+from ft_wrapper.torch_groups import caches, release_process_groups
 
 
 @pytest.fixture(autouse=True)
 def as_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(forget, "_compiled_for", None)
-    monkeypatch.setattr(forget, "_frozen", set())
-    monkeypatch.setattr(forget, "_frozen_modules", [])
-    monkeypatch.setattr(forget, "_warned", set())
+    monkeypatch.setattr(caches, "_compiled_for", None)
+    monkeypatch.setattr(caches, "_frozen", set())
+    monkeypatch.setattr(caches, "_frozen_modules", [])
+    monkeypatch.setattr(caches, "_warned", set())
     yield
     gc.unfreeze()
 
@@ -50,9 +50,9 @@ def compiled() -> Iterator[None]:
 
 
 def test_compiled_code_of_the_old_rank_is_dropped(compiled: None) -> None:
-    forget.forget_compiled_ranks(1, 4)
+    caches.forget_compiled_ranks(1, 4)
     assert asked_as(1) == 41
-    assert forget.forget_compiled_ranks(0, 4)
+    assert caches.forget_compiled_ranks(0, 4)
     assert asked_as(0) == 40
 
 
@@ -63,16 +63,16 @@ def test_torch_alone_goes_on_as_the_old_rank(compiled: None) -> None:
 
 
 def test_what_a_spare_has_compiled_is_dropped_when_it_enters(compiled: None) -> None:
-    forget.forget_compiled_code_at_entry()
+    caches.forget_compiled_code_at_entry()
     assert asked_as(1) == 41  # in its warm-up, whatever it was there
-    assert forget.forget_compiled_ranks(0, 4)
+    assert caches.forget_compiled_ranks(0, 4)
     assert asked_as(0) == 40
 
 
 def test_a_rank_that_keeps_its_number_keeps_its_code(compiled: None) -> None:
-    forget.forget_compiled_ranks(1, 4)
+    caches.forget_compiled_ranks(1, 4)
     assert asked_as(1) == 41
-    assert not forget.forget_compiled_ranks(1, 4)
+    assert not caches.forget_compiled_ranks(1, 4)
 
 
 # ---- garbage
@@ -96,7 +96,7 @@ def test_what_refers_to_itself_is_freed_at_each_restart(uncollected: None) -> No
     for _ in range(3):
         gone = weakref.ref(Cycle())
         assert gone() is not None
-        forget.collect_garbage("restart")
+        caches.collect_garbage("restart")
         assert gone() is None
 
 
@@ -105,11 +105,11 @@ def test_what_is_there_is_frozen_once_at_each_point(uncollected: None) -> None:
     for when in ("call", "restart", "warm-up"):
         before = gc.get_freeze_count()
         kept.append([[object()] for _ in range(1000)])
-        forget.collect_garbage(when)
+        caches.collect_garbage(when)
         frozen = gc.get_freeze_count()
         assert frozen >= before + 1000, when
         more = [[object()] for _ in range(1000)]
-        forget.collect_garbage(when)
+        caches.collect_garbage(when)
         assert gc.get_freeze_count() < frozen + 1000, when
         del more
 
@@ -129,12 +129,12 @@ def test_a_model_that_was_frozen_is_freed_once_another_one_is_there(uncollected:
     for when in points[: points.index(there_at) + 1]:
         if when == there_at:
             model = SelfHeld()
-        forget.collect_garbage(when)
+        caches.collect_garbage(when)
     old, count = weakref.ref(model), gc.get_freeze_count()
-    forget.collect_garbage("restart")  # the model is kept, and nothing is looked at
+    caches.collect_garbage("restart")  # the model is kept, and nothing is looked at
     assert old() is not None and gc.get_freeze_count() >= count
     model = SelfHeld()
-    forget.collect_garbage("restart")
+    caches.collect_garbage("restart")
     assert old() is None
     assert gc.get_freeze_count() > count / 2, "all is looked at in each restart from now on"
     del model
@@ -143,12 +143,12 @@ def test_a_model_that_was_frozen_is_freed_once_another_one_is_there(uncollected:
 def test_a_slow_collection_is_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(forget, "_SLOW_COLLECTION", -1.0)
-    forget.collect_garbage("call")  # before the function, where it costs no restart time
+    monkeypatch.setattr(caches, "_SLOW_COLLECTION", -1.0)
+    caches.collect_garbage("call")  # before the function, where it costs no restart time
     assert not caplog.records
     objects = [[] for _ in range(5000)]  # type: ignore[var-annotated]
-    forget.collect_garbage("restart")
-    forget.collect_garbage("restart")
+    caches.collect_garbage("restart")
+    caches.collect_garbage("restart")
     (record,) = caplog.records
     message = record.getMessage()
     assert "Import at the top of the script" in message and "docs/usage.md, 'What torch keeps'" in message
@@ -159,8 +159,8 @@ def test_a_slow_collection_is_said_once(
 def test_a_quick_collection_is_not_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(forget, "_SLOW_COLLECTION", 1e6)
-    forget.collect_garbage("restart")
+    monkeypatch.setattr(caches, "_SLOW_COLLECTION", 1e6)
+    caches.collect_garbage("restart")
     assert not caplog.records
 
 
@@ -173,7 +173,7 @@ def test_the_process_that_writes_checkpoints_is_ended_and_forgotten(monkeypatch:
     done: list[Any] = []
     process = SimpleNamespace(kill=lambda: done.append("kill"), join=lambda timeout: done.append(timeout > 0))
     monkeypatch.setattr(executor, "_CHECKPOINT_PROCESS", SimpleNamespace(_save_process=process))
-    forget.end_checkpoint_process()
+    caches.end_checkpoint_process()
     assert done == ["kill", True] and executor._CHECKPOINT_PROCESS is None
-    forget.end_checkpoint_process()
+    caches.end_checkpoint_process()
     assert done == ["kill", True]

@@ -20,15 +20,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ft_wrapper
-from ft_wrapper.torch_groups import made, release_process_groups, wait_for_released_groups
-from ft_wrapper.torch_groups.forget import forget_old_ranks
-from ft_wrapper.torch_groups.made import Things
+from ft_wrapper.torch_groups import release_process_groups, tracker, wait_for_released_groups
+from ft_wrapper.torch_groups.caches import forget_old_ranks
+from ft_wrapper.torch_groups.tracker import Things
 
 
 @pytest.fixture
 def things() -> Iterator[Things]:
     """Iteration 0 is on, with process groups."""
-    things = made.begin()
+    things = tracker.begin()
     things.enter(0)
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
     yield things
@@ -254,7 +254,7 @@ def test_torch_is_as_it_was_afterwards() -> None:
     c10d: Any = dist.distributed_c10d
     hooks = torch.nn.modules.module._global_module_registration_hooks
     before = [DeviceMesh.__init__, DeviceMesh.__setstate__, c10d._new_process_group_helper, len(hooks)]
-    things = made.begin()
+    things = tracker.begin()
     assert DeviceMesh.__init__ is not before[0] and len(hooks) == before[3] + 1
     things.close()
     assert before == [
@@ -267,7 +267,7 @@ def test_torch_is_as_it_was_afterwards() -> None:
 
 def test_a_program_that_has_wrapped_it_too_is_not_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DeviceMesh, "__init__", DeviceMesh.__init__)  # put back in the end
-    things = made.begin()
+    things = tracker.begin()
     ours = DeviceMesh.__init__
 
     def theirs(*arguments: Any, **options: Any) -> None:
@@ -282,7 +282,7 @@ def test_a_torch_that_has_none_of_the_names_is_no_error(
     monkeypatch: pytest.MonkeyPatch, library: Any
 ) -> None:
     monkeypatch.delattr(dist.distributed_c10d, "_new_process_group_helper")
-    things = made.begin()
+    things = tracker.begin()
     things.enter(0)
     things.close()
 

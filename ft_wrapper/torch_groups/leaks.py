@@ -5,10 +5,10 @@ import sys
 
 import torch
 
-from . import made
-from .made import kind_of
+from . import tracker
+from .referrers import cycle_of, reached_by_data, search
 from .release import wait_for_released_groups
-from .ways import cycle_of, reached_by_data, search
+from .tracker import kind_of
 
 _RELEASED_WITHIN = 10.0  # seconds
 
@@ -65,8 +65,8 @@ def leftovers() -> list[Leftover]:
         restart.
     """
     wait_for_released_groups(_RELEASED_WITHIN)
-    living = [(each, thing) for each in made.things.earlier() if (thing := each.thing()) is not None]
-    spared, _ = reached_by_data(made.things.spared, [thing for _, thing in living]) if living else ([], {})
+    living = [(each, thing) for each in tracker.things.earlier() if (thing := each.thing()) is not None]
+    spared, _ = reached_by_data(tracker.things.spared, [thing for _, thing in living]) if living else ([], {})
     living = [(each, thing) for each, thing in living if not any(thing is other for other in spared)]
     if not living:
         return []

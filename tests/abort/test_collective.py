@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import HashStore
 from ft_wrapper import torch_groups
 from ft_wrapper.protocol.standing import Counted, Stood
 from ft_wrapper.testing import BlockingGroup, blocking_backend
-from ft_wrapper.torch_groups.standing import standing
+from ft_wrapper.torch_groups.collective import standing
 
 TIMEOUT = 60.0
 
@@ -54,7 +54,7 @@ def test_it_says_operation_number_and_group(group: BlockingGroup) -> None:
 
     words, stood = stand_in(train, group)
     assert stood == Stood("all_reduce", "0", (Counted("0", 1, 2, True),))
-    assert words.startswith("in all_reduce #2 of group 0, called at test_standing.py:")
+    assert words.startswith("in all_reduce #2 of group 0, called at test_collective.py:")
     assert words.endswith(" in train")
 
 
