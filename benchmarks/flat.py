@@ -116,7 +116,7 @@ class Flat:
             **{what: sum(each() is not None for each in made) for what, made in self._made.items()},
             "works": _work_registry_size(),
         }
-        find = getattr(ft_wrapper, "leftovers", None)
+        find = getattr(ft_wrapper, "find_leaks", None)
         if find is not None and (look["models"] or look["groups"]):
             look["held"] = [str(each) for each in find()]
         self.looks.append(look)

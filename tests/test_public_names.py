@@ -8,7 +8,10 @@ import importlib
 import pytest
 
 NAMES = {
-    "": "Wrapper CallWrapper Compose State FrozenState Mode Leftover leftovers RestartReport store",
+    "": (
+        "Wrapper CallWrapper Compose State FrozenState Mode Leak find_leaks Leftover leftovers RestartReport "
+        "store"
+    ),
     "initialize": "Initialize RetryController",
     "abort": "Abort AbortTorchDistributed AbortTransformerEngine AbortProcesses",
     "nested_restarter": (

@@ -105,7 +105,7 @@ class LiveState:
         self._call_wrapper = call_wrapper
         call = call_wrapper._call
         self._iteration = call.own.member.view.n
-        self._kept: TorchKept = call.made.spare(call.kept.setdefault(name, TorchKept()))
+        self._kept: TorchKept = call.tracker.exempt(call.kept.setdefault(name, TorchKept()))
         if self._kept.iteration == self._iteration:
             raise JobAbort(f"name={name!r}: there is a LiveState of this name already; use another one")
         self._kept.iteration = self._iteration

@@ -71,7 +71,7 @@ class Call(Performer):
         helpers: what they give back when the iteration ends.
         end_fields: what they add to the event that ends the iteration on this rank, by field.
         group: the default process group, if it outlives iterations.
-        made: what the function makes that is not to outlive its iteration.
+        tracker: of what the function makes that is not to outlive its iteration.
 
     Raises:
         RestartError: the store cannot be used, or ranks are missing.
@@ -93,7 +93,7 @@ class Call(Performer):
         self.own = Resources(settings, plan, state, function_name, self._look, self._abort, self._tell)
         self.waiting = self.own.waiting
         self._reporter = Reporter(self.own, began_at)
-        self.made = tracker.begin()
+        self.tracker = tracker.begin_tracking()
 
     def close(self, error: BaseException | None) -> None:
         """Gives back everything: threads, processes, sockets, handlers, variables."""
@@ -101,7 +101,7 @@ class Call(Performer):
             with contextlib.ExitStack() as ending:  # all of it, from below, whatever raises
                 if error is not None:  # the job goes on without this rank
                     ending.callback(device.let_go)
-                ending.callback(self.made.close)
+                ending.callback(self.tracker.close)
                 ending.callback(self.own.close, error)
                 ending.callback(self.group.close)
         finally:
@@ -164,7 +164,7 @@ class Call(Performer):
         self.own.memory.active = state.mode == Mode.ACTIVE
         state.set_distributed_vars()
         device.take_device(self.own.memory.active)
-        self.made.enter(state.iteration)
+        self.tracker.enter(state.iteration)
         rank, size = state.active_rank, state.active_world_size or 0
         return rank is not None and caches.forget_compiled_ranks(rank, size)
 
@@ -343,7 +343,7 @@ class Call(Performer):
         self.own.exit_watch.note()
         if self.settings.collect_garbage:
             caches.collect_garbage("restart")
-            self.made.warn()  # without a collection, FSDP2's models are all alive
+            self.tracker.warn()  # without a collection, FSDP2's models are all alive
         if self._stay.is_out_of_memory:
             torch.cuda.empty_cache()  # NCCL's new groups, and other processes, want some of it
 

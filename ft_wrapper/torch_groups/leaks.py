@@ -1,57 +1,57 @@
-"""What of earlier iterations is still alive, and who holds it: `leftovers`."""
+"""Leaks: what of earlier iterations is still alive, with what holds it."""
 
 import dataclasses
 import sys
+import warnings
 
 import torch
 
 from . import tracker
-from .referrers import cycle_of, reached_by_data, search
+from .referrers import cycle_of, find_paths, reached_by_data
 from .release import wait_for_released_groups
 from .tracker import kind_of
 
 _RELEASED_WITHIN = 10.0  # seconds
+_LOSSES = {
+    "DeviceMesh": "its sockets and memory stay, and it may be taken for the new one",
+    "ProcessGroup": "its sockets and threads stay",
+}
 
 
 @dataclasses.dataclass(frozen=True)
-class Leftover:
-    """A thing of an earlier iteration that is still alive.
+class Leak:
+    """An object of an earlier iteration that is still alive.
 
     Args:
-        what: its kind: ``DeviceMesh``, ``ProcessGroup``, the class of a wrapped module.
+        kind: ``DeviceMesh``, ``ProcessGroup``, or the class of a wrapped module.
         iteration: the one that it was made in.
-        held_by: the way to it from a module's global, a frame or a thread; None if none was found.
-        cycle: the way from it to itself, if there is one: then it may only wait for the collector, which
+        referrer: the path to it from a module's global, a frame or a thread; None if none was found.
+        cycle: the path from it to itself, if there is one: then it may only wait for the collector, which
             never looks at what ``gc.freeze`` froze.
-        within: whether it is only held by way of others that are left over.
+        within: whether it is only held by way of other leaks.
     """
 
-    what: str
+    kind: str
     iteration: int
-    held_by: str | None
+    referrer: str | None
     cycle: str | None = None
     within: bool = False
 
     def __str__(self) -> str:
         """One line."""
-        article = "an" if self.what.startswith(("FSDP", "A", "E", "I", "O")) else "a"
+        article = "an" if self.kind.startswith(("FSDP", "A", "E", "I", "O")) else "a"
         if self.within:
-            holder = "is held by another leftover"
-        elif self.held_by is not None:
-            holder = f"is held by {self.held_by}"
+            holder = "another leak"
         elif self.cycle is not None:
-            holder = f"is held by itself ({self.cycle}), until the collector comes, or by C++"
+            holder = f"itself ({self.cycle}), until the collector comes, or by C++"
         else:
-            holder = "is held by no module, frame or thread, so by C++"
-        stays = {
-            "DeviceMesh": "its sockets and memory stay, and it may be taken for the new one",
-            "ProcessGroup": "its sockets and threads stay",
-        }.get(self.what, "its memory and its process groups stay")
-        return f"{article} {self.what} of iteration {self.iteration} {holder}: {stays}"
+            holder = self.referrer or "no module, frame or thread, so by C++"
+        loss = _LOSSES.get(self.kind, "its memory and its process groups stay")
+        return f"{article} {self.kind} of iteration {self.iteration} is held by {holder}: {loss}"
 
 
-def leftovers() -> list[Leftover]:
-    """Looks for what the function has made in earlier iterations and what is still alive, and who holds it.
+def find_leaks() -> list[Leak]:
+    """Finds what the function has made in earlier iterations and what is still alive, and what holds it.
 
     Looked for are meshes (``DeviceMesh``), process groups, and modules in ``DistributedDataParallel``, FSDP1
     or FSDP2. Process groups kept by ``Wrapper(keep_groups=True)`` and what a `LiveState` holds do not
@@ -65,21 +65,42 @@ def leftovers() -> list[Leftover]:
         restart.
     """
     wait_for_released_groups(_RELEASED_WITHIN)
-    living = [(each, thing) for each in tracker.things.earlier() if (thing := each.thing()) is not None]
-    spared, _ = reached_by_data(tracker.things.spared, [thing for _, thing in living]) if living else ([], {})
-    living = [(each, thing) for each, thing in living if not any(thing is other for other in spared)]
+    living = tracker.current.earlier()
+    exempt, _ = reached_by_data(tracker.current.exempt_holders, [made for made, _ in living])
+    living = [(made, n) for made, n in living if not any(made is other for other in exempt)]
     if not living:
         return []
-    # What no way leads to holds the rest: a module its mesh, and a mesh its groups.
-    wanted = sorted(living, key=lambda pair: (_depth(pair[1]), -pair[0].number))
-    ways, within = search([thing for _, thing in wanted], sys._getframe(1))
-    left = []
-    for each, thing in living:
-        way, is_within = ways.get(id(thing)), id(thing) in within
-        cycle = cycle_of(thing) if way is None and not is_within else None
-        left.append(Leftover(kind_of(thing), each.iteration, way, cycle, is_within))
-    return sorted(left, key=lambda each: each.within)
+    # What no path leads to holds the rest: a module its mesh, and a mesh its groups.
+    wanted = sorted([made for made, _ in reversed(living)], key=_depth)
+    paths, within = find_paths(wanted, sys._getframe(1))
+    leaks = []
+    for made, n in living:
+        path, is_within = paths.get(id(made)), id(made) in within
+        cycle = cycle_of(made) if path is None and not is_within else None
+        leaks.append(Leak(kind_of(made), n, path, cycle, is_within))
+    return sorted(leaks, key=lambda leak: leak.within)
 
 
-def _depth(thing: object) -> int:
-    return 0 if isinstance(thing, torch.nn.Module) else 2 if kind_of(thing) == "ProcessGroup" else 1
+def _depth(made: object) -> int:
+    return 0 if isinstance(made, torch.nn.Module) else 2 if kind_of(made) == "ProcessGroup" else 1
+
+
+class Leftover(Leak):
+    """A `Leak` with the names that its fields had, for one release."""
+
+    @property
+    def what(self) -> str:
+        """The ``kind``."""
+        return self.kind
+
+    @property
+    def held_by(self) -> str | None:
+        """The ``referrer``."""
+        return self.referrer
+
+
+def leftovers() -> list[Leftover]:
+    """The old name of `find_leaks`, for one release."""
+    words = "leftovers() is find_leaks() now; what and held_by are Leak.kind and Leak.referrer"
+    warnings.warn(words, DeprecationWarning, stacklevel=2)
+    return [Leftover(**vars(leak)) for leak in find_leaks()]

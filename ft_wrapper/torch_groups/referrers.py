@@ -1,4 +1,4 @@
-"""Who holds an object: a walk forward from the globals of modules, from frames and from threads.
+"""What refers to an object: a walk forward from the globals of modules, from frames and from threads.
 
 The collector's own way back, ``gc.get_referrers``, finds neither ``{"dp": group}`` nor ``(group,)``: the
 collector does not track containers that hold only what C++ has made. Nor does it look at what was frozen.
@@ -29,7 +29,7 @@ _OURS = f"{__package__.partition('.')[0]}.live"
 _Parents = dict[int, Any]  # by the id of each object that was come to: what holds it; None where a walk began
 
 
-def search(wanted: Collection[object], caller: FrameType) -> tuple[dict[int, str], set[int]]:
+def find_paths(wanted: Collection[object], caller: FrameType) -> tuple[dict[int, str], set[int]]:
     """Walks through all objects of the process.
 
     Args:
@@ -37,8 +37,8 @@ def search(wanted: Collection[object], caller: FrameType) -> tuple[dict[int, str
         caller: the frame, with its callers, of the thread that searches.
 
     Returns:
-        By the ids of the objects, the ways that were found; and the ids of those to which the only ways found
-        lead through others.
+        By the ids of the objects, the paths that were found; and the ids of those to which the only paths
+        found lead through others.
     """
     ids = set(map(id, wanted))
     roots: dict[int, tuple[Any, str, str]] = {}
@@ -47,21 +47,21 @@ def search(wanted: Collection[object], caller: FrameType) -> tuple[dict[int, str
     parents: _Parents = {id(sys.modules): None, **dict.fromkeys(roots)}
     parents |= {id(vars(root)): root for root, *_ in roots.values()}
     found = _reach([vars(root) for root, *_ in roots.values()], ids, parents, within=False)
-    ways = {}
+    paths = {}
     for thing in found:
         chain = _chain(thing, parents, roots)
         _, before, after = roots[id(chain[0])]
-        ways[id(thing)] = (before + _describe(chain)).removeprefix(".") + after
+        paths[id(thing)] = (before + _describe(chain)).removeprefix(".") + after
     inner = _reach(found, ids, parents)
-    for thing in wanted:  # what no way leads to may still hold others
+    for thing in wanted:  # what no path leads to may still hold others
         if id(thing) not in parents:
             parents[id(thing)] = None
             inner += _reach([thing], ids, parents)
-    return ways, set(map(id, inner))
+    return paths, set(map(id, inner))
 
 
 def reached_by_data(holders: Collection[object], wanted: Collection[object]) -> tuple[list[Any], _Parents]:
-    """What is held by whatever way that leads through data alone, not through classes, functions and modules.
+    """What is held by a path through data alone, not through classes, functions and modules.
 
     Args:
         holders: what may hold it.
@@ -77,7 +77,7 @@ def reached_by_data(holders: Collection[object], wanted: Collection[object]) -> 
 
 
 def cycle_of(thing: object) -> str | None:
-    """The way from a thing through data to itself; None if there is none."""
+    """The path from a thing through data to itself; None if there is none."""
     found, parents = reached_by_data([thing], [thing])
     return type(thing).__name__ + _describe(_chain(thing, parents, {id(thing)})) if found else None
 
@@ -85,7 +85,7 @@ def cycle_of(thing: object) -> str | None:
 def _reach(
     holders: Iterable[Any], wanted: Collection[int], parents: _Parents, *, within: bool = True
 ) -> list[Any]:
-    """Walks, short ways first, to what is not yet in ``parents``, and notes it there.
+    """Walks, short paths first, to what is not yet in ``parents``, and notes it there.
 
     Args:
         holders: where it begins.
@@ -114,7 +114,7 @@ def _reach(
     return found
 
 
-# ---- where a walk may begin: an object, and what a way from it begins and ends with
+# ---- where a walk may begin: an object, and what a path from it begins and ends with
 
 
 def _modules() -> list[tuple[Any, str, str]]:
@@ -132,7 +132,7 @@ def _locals(caller: FrameType) -> Iterator[tuple[Any, str, str]]:
     for thread, frame in innermost.items():
         while frame is not None:
             code, module = frame.f_code, str(frame.f_globals.get("__name__"))
-            # A module's are its globals. A live state's helpers hold for a moment what is spared.
+            # A module's are its globals. A live state's helpers hold for a moment what is exempt.
             if code.co_flags & inspect.CO_OPTIMIZED and not module.startswith(_OURS):
                 place = f"{code.co_name} ({os.path.basename(code.co_filename)}:{frame.f_lineno})"
                 name = names.get(thread, thread)
@@ -151,11 +151,11 @@ def _read(frame: FrameType) -> dict[str, Any]:
     return found
 
 
-# ---- in words
+# ---- describing a path
 
 
 def _chain(thing: object, parents: _Parents, roots: Collection[int]) -> list[Any]:
-    """From where the way to a thing begins up to the thing."""
+    """From where the path to a thing begins up to the thing."""
     chain = [thing, parents[id(thing)]]
     while id(chain[-1]) not in roots:
         chain.append(parents[id(chain[-1])])

@@ -164,7 +164,7 @@ def _references(world: Any, kept: Any) -> list[Any]:
         if group is kept:
             continue
         references.append((group, value))
-        tracker.things.note(group)
+        tracker.current.track(group)
         with contextlib.suppress(Exception):  # it has no backend
             references.extend(group._get_backend(device) for device in group._device_types)
     return references

@@ -19,7 +19,7 @@ SCRIPT = r"""
 import sys, weakref
 sys.path.insert(0, sys.argv[1])
 import train_recipes
-from ft_wrapper import Wrapper, leftovers
+from ft_wrapper import Wrapper, find_leaks
 
 way, without = sys.argv[2:]
 page = f"{way}.md"
@@ -67,7 +67,7 @@ def train(call_wrapper=None):
     {"megatron": megatron, "deepspeed": deepspeed}[way]()
     if call_wrapper.iteration < 2:
         raise RuntimeError(f"fault {call_wrapper.iteration}")
-    print("held:", [str(each) for each in leftovers()], flush=True)
+    print("held:", [str(each) for each in find_leaks()], flush=True)
 
 
 if way == "deepspeed":

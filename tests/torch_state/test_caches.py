@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ft_wrapper import Leftover, leftovers
+from ft_wrapper import Leak, find_leaks
 from ft_wrapper.torch_groups import caches as _torch_caches
 from ft_wrapper.torch_groups import release_process_groups, tracker
 
@@ -113,15 +113,15 @@ def fill_tables(mesh: Any) -> None:
     functional.broadcast.__defaults__ = (dist.group.WORLD,)  # as where it is imported now
 
 
-def not_forgotten(left: list[Leftover]) -> list[str]:
+def not_forgotten(left: list[Leak]) -> list[str]:
     """Which steps were not carried out, as far as one can tell from what is still there."""
     import torch.distributed._symmetric_memory as memory
     from torch.distributed.tensor import _random as random
 
     found = []
     for each in left:
-        known = [what for what, holder in ITS_HOLDER.items() if each.held_by and holder in each.held_by]
-        is_in_cpp = each.what == "DeviceMesh" and not each.within and not each.held_by and not each.cycle
+        known = [what for what, holder in ITS_HOLDER.items() if each.referrer and holder in each.referrer]
+        is_in_cpp = each.kind == "DeviceMesh" and not each.within and not each.referrer and not each.cycle
         found += [] if each.within else known or ([FAST] if is_in_cpp else [str(each)])
     if random._rng_tracker is not None:
         found.append(RANDOM)
@@ -136,7 +136,7 @@ def _what_is_left(
     job = Job(shape, names)
     work = WorkingThread() if thread else None
     do = work.do if work is not None else lambda function: function()
-    things = tracker.begin()
+    things = tracker.begin_tracking()
     things.enter(0)
     mesh = job.begin(rank=1)
     fill_tables(mesh)
@@ -148,7 +148,7 @@ def _what_is_left(
         _torch_caches.forget_old_ranks()
     gc.collect()
     things.enter(1)
-    forgets_not = not_forgotten(leftovers())
+    forgets_not = not_forgotten(find_leaks())
     mesh = job.begin(rank=0)
     wrong = do(lambda: job.wrong(mesh, job.operations(mesh)))
     if work is not None:

@@ -1,4 +1,4 @@
-"""What `leftovers` finds in one process, on torch's fake process group, and what the search leaves alone."""
+"""What `find_leaks` finds in one process, on torch's fake process group, and what the search leaves alone."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import ft_wrapper
 from ft_wrapper.torch_groups import release_process_groups, tracker, wait_for_released_groups
 from ft_wrapper.torch_groups.caches import forget_old_ranks
-from ft_wrapper.torch_groups.tracker import Things
+from ft_wrapper.torch_groups.tracker import Tracker
 
 
 @pytest.fixture
-def things() -> Iterator[Things]:
+def things() -> Iterator[Tracker]:
     """Iteration 0 is on, with process groups."""
-    things = tracker.begin()
+    things = tracker.begin_tracking()
     things.enter(0)
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
     yield things
@@ -37,7 +37,7 @@ def things() -> Iterator[Things]:
     assert wait_for_released_groups(60)
 
 
-def restart(things: Things, iteration: int = 1) -> None:
+def restart(things: Tracker, iteration: int = 1) -> None:
     release_process_groups(aborted=True)
     forget_old_ranks()
     gc.collect()
@@ -49,7 +49,7 @@ def mesh_of(*shape: int) -> DeviceMesh:
 
 
 def found() -> list[tuple[str, str | None]]:
-    return [(each.what, each.held_by) for each in ft_wrapper.leftovers() if not each.within]
+    return [(each.kind, each.referrer) for each in ft_wrapper.find_leaks() if not each.within]
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ PLACES: dict[str, tuple[Callable[[Any, Any], None], str]] = {
 
 
 @pytest.mark.parametrize("what", ["DeviceMesh", "ProcessGroup"])
-def test_the_way_from_a_global_is_told(things: Things, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_way_from_a_global_is_told(things: Tracker, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A group, too: the collector does not track containers of what C++ has made.
 
     All places at once, each in a library of its own: each walk goes through all that the tests have imported.
@@ -144,7 +144,7 @@ def test_the_way_from_a_global_is_told(things: Things, what: str, monkeypatch: p
     assert len(found()) == len(PLACES)
 
 
-def test_what_the_present_iteration_has_made_is_not_told(things: Things, library: Any) -> None:
+def test_what_the_present_iteration_has_made_is_not_told(things: Tracker, library: Any) -> None:
     restart(things)
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
     library.mesh = mesh_of(4)
@@ -153,7 +153,7 @@ def test_what_the_present_iteration_has_made_is_not_told(things: Things, library
     assert found() == [("DeviceMesh", "mylib.mesh")]
 
 
-def test_what_was_frozen_is_found(things: Things, library: Any) -> None:
+def test_what_was_frozen_is_found(things: Tracker, library: Any) -> None:
     library.table = {"dp": mesh_of(4)}
     gc.freeze()
     try:
@@ -164,7 +164,7 @@ def test_what_was_frozen_is_found(things: Things, library: Any) -> None:
         gc.unfreeze()
 
 
-def test_slices_and_copies_of_meshes_are_found(things: Things, library: Any) -> None:
+def test_slices_and_copies_of_meshes_are_found(things: Tracker, library: Any) -> None:
     mesh = mesh_of(2, 2)
     library.slice = mesh["r"]
     library.loaded = pickle.loads(pickle.dumps(mesh))
@@ -174,7 +174,7 @@ def test_slices_and_copies_of_meshes_are_found(things: Things, library: Any) -> 
     assert sorted(found(), key=str) == [("DeviceMesh", "mylib.loaded"), ("DeviceMesh", "mylib.slice")]
 
 
-def test_what_holds_itself_is_told(things: Things) -> None:
+def test_what_holds_itself_is_told(things: Tracker) -> None:
     gc.disable()
     try:
         model = DistributedDataParallel(torch.nn.Linear(1, 1))
@@ -183,17 +183,27 @@ def test_what_holds_itself_is_told(things: Things) -> None:
         release_process_groups(aborted=True)
         forget_old_ranks()  # and no collection
         things.enter(1)
-        (left,) = [each for each in ft_wrapper.leftovers() if not each.within]
-        assert left.held_by is None and left.cycle is not None
+        (left,) = [each for each in ft_wrapper.find_leaks() if not each.within]
+        assert left.referrer is None and left.cycle is not None
         assert "is held by itself (DistributedDataParallel" in str(left)
     finally:
         gc.enable()
 
 
+def test_the_old_names_still_work(things: Tracker, library: Any) -> None:
+    library.mesh = mesh_of(4)
+    restart(things)
+    with pytest.warns(DeprecationWarning, match=r"find_leaks\(\).*kind and Leak.referrer") as warned:
+        (left,) = [each for each in ft_wrapper.leftovers() if not each.within]
+    assert warned[0].filename == __file__
+    assert isinstance(left, ft_wrapper.Leftover) and isinstance(left, ft_wrapper.Leak)
+    assert (left.what, left.iteration, left.held_by) == ("DeviceMesh", 0, "mylib.mesh")
+
+
 # ---- local variables and threads
 
 
-def test_frames_and_threads_are_looked_at(things: Things) -> None:
+def test_frames_and_threads_are_looked_at(things: Tracker) -> None:
     def holds(mesh: Any, begun: threading.Event, over: threading.Event) -> None:
         own = {"mesh": mesh}
         del mesh
@@ -216,7 +226,7 @@ def test_frames_and_threads_are_looked_at(things: Things) -> None:
     assert way.startswith("own['mesh'] in holds (test_what_is_left.py:") and way.endswith("thread 'prefetch'")
 
 
-def test_a_local_variable_lives_no_longer_for_being_looked_at(things: Things, library: Any) -> None:
+def test_a_local_variable_lives_no_longer_for_being_looked_at(things: Tracker, library: Any) -> None:
     """Before Python 3.13 reading ``f_locals`` leaves a copy of all of them in the frame."""
     thing = Owner()
     gone = weakref.ref(thing)
@@ -227,7 +237,7 @@ def test_a_local_variable_lives_no_longer_for_being_looked_at(things: Things, li
     assert gone() is None
 
 
-def test_what_locals_has_given_to_someone_stays_whole(things: Things, library: Any) -> None:
+def test_what_locals_has_given_to_someone_stays_whole(things: Tracker, library: Any) -> None:
     mine = locals()
     library.mesh = mesh_of(4)
     restart(things)
@@ -235,7 +245,7 @@ def test_what_locals_has_given_to_someone_stays_whole(things: Things, library: A
     assert mine["library"] is library and mine["things"] is things
 
 
-def test_nothing_that_asks_an_object_for_its_class_is_run(things: Things, library: Any) -> None:
+def test_nothing_that_asks_an_object_for_its_class_is_run(things: Tracker, library: Any) -> None:
     class Proxy:
         @property
         def __class__(self) -> Any:  # type: ignore[override]
@@ -254,7 +264,7 @@ def test_torch_is_as_it_was_afterwards() -> None:
     c10d: Any = dist.distributed_c10d
     hooks = torch.nn.modules.module._global_module_registration_hooks
     before = [DeviceMesh.__init__, DeviceMesh.__setstate__, c10d._new_process_group_helper, len(hooks)]
-    things = tracker.begin()
+    things = tracker.begin_tracking()
     assert DeviceMesh.__init__ is not before[0] and len(hooks) == before[3] + 1
     things.close()
     assert before == [
@@ -267,7 +277,7 @@ def test_torch_is_as_it_was_afterwards() -> None:
 
 def test_a_program_that_has_wrapped_it_too_is_not_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DeviceMesh, "__init__", DeviceMesh.__init__)  # put back in the end
-    things = tracker.begin()
+    things = tracker.begin_tracking()
     ours = DeviceMesh.__init__
 
     def theirs(*arguments: Any, **options: Any) -> None:
@@ -282,20 +292,20 @@ def test_a_torch_that_has_none_of_the_names_is_no_error(
     monkeypatch: pytest.MonkeyPatch, library: Any
 ) -> None:
     monkeypatch.delattr(dist.distributed_c10d, "_new_process_group_helper")
-    things = tracker.begin()
+    things = tracker.begin_tracking()
     things.enter(0)
     things.close()
 
 
-def test_what_is_gone_leaves_no_trace(things: Things) -> None:
-    before = len(things._living)
+def test_what_is_gone_leaves_no_trace(things: Tracker) -> None:
+    before = len(things._tracked)
     for _ in range(100):
         mesh_of(4)
     gc.collect()
-    assert len(things._living) == before
+    assert len(things._tracked) == before
 
 
-def test_a_compiled_function_may_slice_a_mesh(things: Things) -> None:
+def test_a_compiled_function_may_slice_a_mesh(things: Tracker) -> None:
     mesh = mesh_of(2, 2)
 
     @torch.compile(backend="eager", fullgraph=True)
@@ -309,7 +319,7 @@ def test_a_compiled_function_may_slice_a_mesh(things: Things) -> None:
 
 
 def test_what_outlives_the_next_iteration_is_counted_each_time_that_it_is_more(
-    things: Things, library: Any, caplog: pytest.LogCaptureFixture
+    things: Tracker, library: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     library.kept = [mesh_of(4), DistributedDataParallel(torch.nn.Linear(1, 1))]
     things.warn()
@@ -320,7 +330,7 @@ def test_what_outlives_the_next_iteration_is_counted_each_time_that_it_is_more(
     (record,) = caplog.records
     assert record.getMessage() == (
         "objects of earlier iterations are still alive, with their memory: 1 DeviceMesh, 1 "
-        "DistributedDataParallel; ft_wrapper.leftovers(), called in the function, finds who holds them"
+        "DistributedDataParallel; ft_wrapper.find_leaks(), called in the function, finds what holds them"
     )
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
     library.kept.append(mesh_of(4))
@@ -330,7 +340,7 @@ def test_what_outlives_the_next_iteration_is_counted_each_time_that_it_is_more(
 
 
 def test_process_groups_are_not_counted(
-    things: Things, library: Any, caplog: pytest.LogCaptureFixture
+    things: Tracker, library: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     library.group = dist.new_group([0, 1])
     restart(things)
@@ -339,10 +349,10 @@ def test_process_groups_are_not_counted(
 
 
 def test_with_a_live_state_nothing_is_counted(
-    things: Things, library: Any, caplog: pytest.LogCaptureFixture
+    things: Tracker, library: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     library.mesh = mesh_of(4)
     restart(things)
-    things.spare(Owner())
+    things.exempt(Owner())
     things.warn()
     assert not caplog.records and found() == [("DeviceMesh", "mylib.mesh")]

@@ -86,7 +86,7 @@ def trains(rank: Rank, name: str) -> list[int]:
                 if dist.get_rank() == n % size:
                     raise ValueError("as planned")
                 dist.barrier()
-        found.append(len(ft_wrapper.leftovers()))
+        found.append(len(ft_wrapper.find_leaks()))
         return n
 
     found: list[int] = []
@@ -143,7 +143,7 @@ def keeps_a_mesh(rank: Rank, restarts: int) -> list[str]:
             if rank.slot == 0:
                 raise ValueError("as planned")
             rank.hang()
-        return [str(each) for each in ft_wrapper.leftovers() if not each.within]
+        return [str(each) for each in ft_wrapper.find_leaks() if not each.within]
 
     try:
         return train()
@@ -157,7 +157,7 @@ def test_a_mesh_of_an_earlier_iteration_is_one_warning_and_its_holder_is_found(j
     assert job.wait() == [[MESH]] * 2
     for slot in range(2):
         assert job[slot].log.count("objects of earlier iterations are still alive") == 1
-        assert job[slot].log.count("alive, with their memory: 1 DeviceMesh; ft_wrapper.leftovers()") == 1
+        assert job[slot].log.count("alive, with their memory: 1 DeviceMesh; ft_wrapper.find_leaks()") == 1
 
 
 def keeps_what_it_trained(rank: Rank) -> list[Any]:
@@ -176,7 +176,7 @@ def keeps_what_it_trained(rank: Rank) -> list[Any]:
         if call_wrapper.iteration == 0:
             dist.destroy_process_group()
             raise ValueError("as planned")
-        return [(each.what, each.held_by) for each in ft_wrapper.leftovers() if not each.within]
+        return [(each.kind, each.referrer) for each in ft_wrapper.find_leaks() if not each.within]
 
     try:
         return train()
@@ -227,7 +227,7 @@ def lives(rank: Rank, shards: bool) -> list[Any]:
             if rank.slot == n % 2:
                 raise ValueError("as planned")
             rank.hang()
-        return [live.step, [str(each) for each in ft_wrapper.leftovers() if each.held_by is not None]]
+        return [live.step, [str(each) for each in ft_wrapper.find_leaks() if each.referrer is not None]]
 
     return train()
 
@@ -253,7 +253,7 @@ def keeps_its_group(rank: Rank) -> list[str]:
         dist.barrier()
         if call_wrapper.iteration < 2:
             raise ValueError("as planned")
-        return [str(each) for each in ft_wrapper.leftovers()]
+        return [str(each) for each in ft_wrapper.find_leaks()]
 
     return train()
 
