@@ -11,9 +11,8 @@ import multiprocessing.process
 import os
 import signal
 import sys
-import threading
 import time
-import types
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing import connection
@@ -100,16 +99,19 @@ class AbortProcesses(Abort):
     Otherwise they would keep working for an iteration that is over: a checkpoint daemon whose group has a
     dead member, a data loader's workers, a process pool that keeps this process from exiting. A hung worker
     delays leaving the function by about 5 s. The processes are not reaped: their parent gets the exit status.
-    This process, its parent and the process of the wrapper's monitor are never ended, whatever ``find`` says.
+    This process, its parent and the process of the wrapper's monitor are never ended, even if ``processes``
+    names them.
 
     Args:
-        find: the processes, as pids or ``psutil.Process``, or a function without arguments that returns them
-            at each abort. None: the children started with ``multiprocessing`` since the wrapped call began:
-            data loaders' workers, process pools, the daemon of ``torch.distributed.checkpoint``. Children of
+        processes: pids or ``psutil.Process``, or a function without arguments that returns them at each
+            abort. None: the children started with ``multiprocessing`` since the wrapped call began: data
+            loaders' workers, process pools, the daemon of ``torch.distributed.checkpoint``. Children of
             ``subprocess``, ``multiprocessing``'s own helpers and torch's compile workers are not included.
-        spare: called with each process, as ``psutil.Process``. Those for which it returns True are kept.
+        keep: called with each process, as ``psutil.Process``. Those for which it returns True are kept.
         termination_grace_time: how long to wait after SIGTERM, and again after SIGKILL: a ``timedelta`` or
             seconds.
+        find: the old name of ``processes``, for one release.
+        spare: the old name of ``keep``, for one release.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -118,56 +120,91 @@ class AbortProcesses(Abort):
 
     def __init__(
         self,
+        processes: Callable[[], Processes] | Processes | None = None,
+        keep: Callable[[psutil.Process], bool] | None = None,
+        termination_grace_time: float | timedelta = 1.0,
+        *,
         find: Callable[[], Processes] | Processes | None = None,
         spare: Callable[[psutil.Process], bool] | None = None,
-        termination_grace_time: float | timedelta = 1.0,
     ) -> None:
-        accepted: Any = (Callable, Iterable, types.NoneType)
-        if isinstance(find, (str, bytes)) or not isinstance(find, accepted):
-            raise TypeError(
-                f"find={find!r} must be None, or pids or psutil.Process, "
-                "as an iterable or from a function without arguments"
-            )
-        if spare is not None:
-            check_callable("spare", spare, "spare=lambda process: process.pid == server.pid")
-        if find is None:
-            find = find_children
-        elif not callable(find):
-            find = functools.partial(tuple, tuple(find))
-        self._find = find
-        self._spare = spare
+        processes = _renamed("find", find, "processes", processes)
+        keep = _renamed("spare", spare, "keep", keep)
+        if keep is not None:
+            check_callable("keep", keep, "keep=lambda process: process.pid == server.pid")
+        if processes is None:
+            processes = find_children
+        elif not callable(processes):
+            if isinstance(processes, (str, bytes)) or not isinstance(processes, Iterable):
+                raise TypeError(
+                    f"processes={processes!r} must be None, or pids or psutil.Process, "
+                    "as an iterable or from a function without arguments"
+                )
+            processes = functools.partial(tuple, tuple(processes))
+        self._processes = processes
+        self._keep = keep
         self._grace = as_seconds("termination_grace_time", termination_grace_time, from_zero=True)
 
     def __call__(self, state: FrozenState) -> FrozenState:
         """Ends the processes.
 
         Raises:
-            TypeError: ``find`` returned something other than pids and ``psutil.Process``.
+            TypeError: ``processes`` returned something other than pids and ``psutil.Process``.
         """
         with contextlib.ExitStack() as stack:
-            running: dict[int, int] = {}  # pidfd: pid. A pid alone may have become another process's.
-            for process in self._find():
-                pid = _pid(process)
-                if pid in _untouchable():
-                    _logger.warning("process %d is not ended: it is not a helper of the function", pid)
-                    continue
-                with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
-                    pidfd = os.pidfd_open(pid)
+            running: dict[int, psutil.Process] = {}  # by a pidfd: psutil would reap those that it waits for
+            for process in self._helpers():
+                with contextlib.suppress(ProcessLookupError):
+                    pidfd = os.pidfd_open(process.pid)
                     stack.callback(os.close, pidfd)
-                    if not isinstance(process, int) and not process.is_running():
-                        continue
-                    if self._spare is not None and self._spare(psutil.Process(pid)):
-                        continue
-                    running[pidfd] = pid
+                    running[pidfd] = process
             for signum in (signal.SIGTERM, signal.SIGKILL):
-                _send(running, signum)
-                _send(running, signal.SIGCONT)  # one that is stopped would not hear it
-                _wait_for_end(running, self._grace)
-                if not running:
-                    break
+                _end(running, signum, self._grace)
         if running:
-            _logger.warning("processes still not ended: %s", ", ".join(map(str, running.values())))
+            pids = ", ".join(str(process.pid) for process in running.values())
+            _logger.warning("processes still not ended: %s", pids)
         return state
+
+    def _helpers(self) -> Iterator[psutil.Process]:
+        """The processes to end."""
+        for given in self._processes():
+            if not isinstance(given, (int, psutil.Process)) or isinstance(given, bool):
+                raise TypeError(f"processes gave {given!r}; it must give pids or psutil.Process")
+            pid = given if isinstance(given, int) else given.pid
+            # Signals to 0 and -1 go to whole groups of processes.
+            if pid in {-1, 0, 1, os.getpid(), os.getppid(), *_protected}:
+                _logger.warning("process %d is not ended: it is not a helper of the function", pid)
+                continue
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(given) if isinstance(given, int) else given
+                if self._keep is None or not self._keep(process):
+                    yield process
+
+
+def _renamed(old: str, old_value: Any, new: str, value: Any) -> Any:
+    """An argument of `AbortProcesses` that may have come by its old name."""
+    if old_value is None:
+        return value
+    warnings.warn(f"AbortProcesses: {old}= is {new}= now", DeprecationWarning, stacklevel=3)
+    if value is not None:
+        raise TypeError(f"leave out {old}={old_value!r}, the old name of {new}={value!r}")
+    return old_value
+
+
+def _end(running: dict[int, psutil.Process], signum: signal.Signals, seconds: float) -> None:
+    """Sends a signal to processes. Removes those that end in time, and those that cannot get it."""
+    for pidfd, process in list(running.items()):
+        try:
+            process.send_signal(signum)
+            process.resume()  # one that is stopped would not act on it
+        except psutil.NoSuchProcess:  # and another one may have its pid
+            del running[pidfd]
+        except psutil.AccessDenied as error:
+            _logger.warning("process %d cannot be ended: %s", process.pid, error)
+            del running[pidfd]
+    deadline = time.monotonic() + seconds
+    while running and (ended := connection.wait(list(running), max(0.0, deadline - time.monotonic()))):
+        for pidfd in running.keys() & set(ended):
+            del running[pidfd]
 
 
 def may_hang(abort: object) -> bool:
@@ -181,7 +218,9 @@ def may_hang(abort: object) -> bool:
     if type(abort) is AbortTorchDistributed:
         return abort_may_hang()
     if type(abort) is AbortProcesses:
-        return abort._find is not find_children or bool(find_children())  # else it has nothing to wait for
+        return abort._processes is not find_children or bool(
+            find_children()
+        )  # else it has nothing to wait for
     return abort is not None
 
 
@@ -190,8 +229,7 @@ def find_children() -> list[psutil.Process]:
 
     Those of `protect_children` are not, nor torch's compile workers.
     """
-    with _protected_lock:
-        protected = set(_protected_children)
+    protected = set(_protected_children)
     compiling = _compile_workers()
     found = []
     # Not this process's children: under the start method "forkserver" these are another process's.
@@ -210,7 +248,7 @@ def _compile_workers() -> set[int]:
 
 
 def protect_children() -> contextlib.AbstractContextManager[None]:
-    """Keeps `AbortProcesses` from ending the children that there are now, unless its ``find`` names them."""
+    """Keeps `AbortProcesses` from ending the present children, unless its ``processes`` names them."""
     return _added(_protected_children, multiprocessing.active_children())
 
 
@@ -221,49 +259,13 @@ def protect_process(pid: int) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _added(protected: list[T], more: Sequence[T]) -> Iterator[None]:
-    with _protected_lock:
-        protected.extend(more)
+    protected.extend(more)
     try:
         yield
     finally:
-        with _protected_lock:
-            for one in more:
-                protected.remove(one)
+        for one in more:
+            protected.remove(one)
 
 
 _protected: list[int] = []
 _protected_children: list[multiprocessing.process.BaseProcess] = []
-_protected_lock = threading.Lock()
-
-
-def _untouchable() -> set[int]:
-    with _protected_lock:
-        # Signals to 0 and -1 go to whole groups of processes.
-        return {-1, 0, 1, os.getpid(), os.getppid(), *_protected}
-
-
-def _pid(process: object) -> int:
-    if isinstance(process, psutil.Process):
-        return int(process.pid)
-    if isinstance(process, int) and not isinstance(process, bool):
-        return process
-    raise TypeError(f"find gave {process!r}; it must give pids or psutil.Process")
-
-
-def _send(running: dict[int, int], signum: signal.Signals) -> None:
-    for pidfd, pid in list(running.items()):
-        try:
-            signal.pidfd_send_signal(pidfd, signum)
-        except ProcessLookupError:
-            del running[pidfd]
-        except PermissionError as error:
-            _logger.warning("process %d cannot be ended: %s", pid, error)
-            del running[pidfd]
-
-
-def _wait_for_end(running: dict[int, int], timeout: float) -> None:
-    """Removes the processes that end within ``timeout`` seconds."""
-    deadline = time.monotonic() + timeout
-    while running and (ended := connection.wait(list(running), max(0.0, deadline - time.monotonic()))):
-        for pidfd in running.keys() & set(ended):
-            del running[pidfd]

@@ -138,7 +138,7 @@ def test_a_users_plug_in_may_hang(own: Any) -> None:
 
 def test_ending_processes_may_take_long_where_there_are_some(monkeypatch: pytest.MonkeyPatch) -> None:
     """For as long as their grace time, or the user's ``spare``."""
-    assert not may_hang(AbortProcesses(spare=lambda process: True, termination_grace_time=100.0))
+    assert not may_hang(AbortProcesses(keep=lambda process: True, termination_grace_time=100.0))
     monkeypatch.setattr("ft_wrapper.abort.find_children", lambda: ["a child"])
     assert may_hang(AbortProcesses())
 

@@ -163,14 +163,56 @@ def test_data_loader_workers_are_ended_by_default(body: Callable[[Rank], Any]) -
     assert run_ranks(body, world_size=1) == [([True, True], True)]
 
 
-@pytest.mark.parametrize("find", ["1234", 1234, b"1"])
-def test_find_of_a_wrong_type(find: Any) -> None:
-    with pytest.raises(TypeError, match="find="):
-        AbortProcesses(find)
+@pytest.mark.parametrize("processes", ["1234", 1234, b"1"])
+def test_processes_of_a_wrong_type(processes: Any) -> None:
+    with pytest.raises(TypeError, match="processes="):
+        AbortProcesses(processes)
+
+
+def test_the_old_names_still_work(helpers: list[subprocess.Popen[bytes]]) -> None:
+    first, second, _ = helpers
+    with pytest.warns(DeprecationWarning) as warned:
+        abort = AbortProcesses(find=[first.pid, second.pid], spare=lambda process: process.pid == second.pid)
+    old = ["AbortProcesses: find= is processes= now", "AbortProcesses: spare= is keep= now"]
+    assert [str(each.message) for each in warned] == old
+    assert {each.filename for each in warned} == {__file__}
+    abort(STATE)
+    assert first.wait(TIMEOUT) == -15
+    assert second.poll() is None
+
+
+@pytest.mark.parametrize(("new", "old"), [("processes", "find"), ("keep", "spare")])
+def test_an_argument_by_both_of_its_names_is_refused(new: str, old: str) -> None:
+    both: dict[str, Any] = {new: list, old: bool}
+    with (
+        pytest.warns(DeprecationWarning),
+        pytest.raises(TypeError, match=f"leave out {old}=.*, the old name of {new}="),
+    ):
+        AbortProcesses(**both)
+
+
+def test_what_is_kept_is_asked_for_by_process(helpers: list[subprocess.Popen[bytes]]) -> None:
+    first, second, _ = helpers
+    AbortProcesses([first.pid, second.pid], keep=lambda process: process.pid == second.pid)(STATE)
+    assert first.wait(TIMEOUT) == -15
+    assert second.poll() is None
+
+
+def test_another_users_process_is_named_and_not_waited_for(
+    helpers: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(process: psutil.Process, signum: int) -> None:
+        raise psutil.AccessDenied(process.pid)
+
+    monkeypatch.setattr(psutil.Process, "send_signal", refuse)
+    with caplog.at_level(logging.WARNING, "ft_wrapper"):
+        AbortProcesses([helpers[0].pid], termination_grace_time=10 * TIMEOUT)(STATE)
+    assert f"process {helpers[0].pid} cannot be ended" in caplog.text
+    assert "still not ended" not in caplog.text
 
 
 @pytest.mark.parametrize("found", ["1", True, None, 1.0])
-def test_what_find_gives_of_a_wrong_type(found: Any) -> None:
+def test_what_processes_gives_of_a_wrong_type(found: Any) -> None:
     with pytest.raises(TypeError, match="pids or psutil"):
         AbortProcesses(lambda: [found])(STATE)
 

@@ -40,8 +40,8 @@ def has_children(rank: Rank, abort: str) -> Any:
     settings: dict[str, Any] = {
         "default": {},
         "torch's alone": {"abort": AbortTorchDistributed()},
-        "spare": {"abort": AbortProcesses(spare=lambda process: process.pid in kept)},
-        "find": {"abort": AbortProcesses(find=lambda: [before.pid, started["Popen"].pid])},
+        "spare": {"abort": AbortProcesses(keep=lambda process: process.pid in kept)},
+        "find": {"abort": AbortProcesses(processes=lambda: [before.pid, started["Popen"].pid])},
     }[abort]
 
     @Wrapper(**SETTINGS, **settings)
