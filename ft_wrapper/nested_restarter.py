@@ -37,8 +37,8 @@ _logger.setLevel(logging.INFO)
 _logger.propagate = False  # the same line again, through the root logger, would be another change of state
 
 
-class _Callback:
-    """Tells a state, and within it perhaps a stage, on one rank.
+class _Announcement:
+    """Writes a state, and within it perhaps a stage, on one rank.
 
     Args:
         special_rank: the initial rank that writes the line.
@@ -69,7 +69,7 @@ class _Callback:
         return state
 
 
-class NestedRestarterHandlingCompleted(_Callback, initialize.Initialize):
+class NestedRestarterHandlingCompleted(_Announcement, initialize.Initialize):
     """Says ``initialize`` the first time, then ``handling``, stage ``completed``: a restart is done.
 
     Args:
@@ -84,7 +84,7 @@ class NestedRestarterHandlingCompleted(_Callback, initialize.Initialize):
         return state
 
 
-class NestedRestarterHandlingStarting(_Callback, abort.Abort):
+class NestedRestarterHandlingStarting(_Announcement, abort.Abort):
     """Says ``handling``, stage ``starting``: a restart begins.
 
     Args:
@@ -95,7 +95,7 @@ class NestedRestarterHandlingStarting(_Callback, abort.Abort):
     restarter_stage = "starting"
 
 
-class NestedRestarterFinalized(_Callback, completion.Completion):
+class NestedRestarterFinalized(_Announcement, completion.Completion):
     """Says ``finalized``: the wrapped call is done.
 
     Args:
@@ -105,7 +105,7 @@ class NestedRestarterFinalized(_Callback, completion.Completion):
     restarter_state = "finalized"
 
 
-class NestedRestarterAborted(_Callback, terminate.Terminate):
+class NestedRestarterAborted(_Announcement, terminate.Terminate):
     """Says ``aborted``: this rank leaves before the call is done.
 
     Args:
