@@ -92,16 +92,10 @@ def replace_broken_streams() -> None:
         poll = select.poll()
         poll.register(fd, 0)
         if any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
-            null = os.open(os.devnull, os.O_WRONLY)
-            try:
-                os.dup2(null, fd, inheritable=True)
-            finally:
-                os.close(null)
-            log.warning(
-                "no one reads %s of process %d any more (EPIPE): what it prints is lost, the job goes on",
-                name,
-                os.getpid(),
-            )
+            with open(os.devnull, "wb") as null:
+                os.dup2(null.fileno(), fd, inheritable=True)
+            words = "no one reads %s of process %d any more (EPIPE): what it prints is lost, the job goes on"
+            log.warning(words, name, os.getpid())
 
 
 def raise_file_limit() -> None:
