@@ -1,13 +1,16 @@
-"""What plug-ins are, and `Compose`: several in the place of one."""
+"""Plug-ins: what may be one, `Compose` for several in the place of one."""
 
 import abc
+import inspect
 import types
 import warnings
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeAlias, TypeVar
 
 from .state import FrozenState
 
-P = TypeVar("P")
+P = TypeVar("P", bound=Callable[..., Any])
+StatePlugIn: TypeAlias = Callable[[FrozenState], object]
 
 # Py_TPFLAGS_BASETYPE: plain functions, for example, are instances of a class that has no subclasses.
 _CAN_BE_A_BASE = 1 << 10
@@ -29,83 +32,137 @@ class PlugIn(abc.ABC):
 
 
 class Compose:
-    """Calls several plug-ins, the right-most first: ``Compose(a, b, c)(x) == a(b(c(x)))``.
+    """Calls several plug-ins, the right-most first: ``Compose(a, b, c)(*x) == a(b(c(*x)))``.
+
+    The right-most part gets all arguments, each other one what the part to its right returned: a tuple as
+    several arguments. A part that takes no arguments gets none, and nor does one behind a call without
+    arguments that returned None.
 
     It is an instance of the nearest common base class of its parts, so it can replace any of them::
 
         Wrapper(rank_assignment=Compose(MaxActiveWorldSize(4), ShiftRanks()))
 
     Args:
-        parts: plug-ins, or other callables that take one argument and return it; or functions that all take
-            no argument.
+        parts: plug-ins, or other callables.
 
     Raises:
         TypeError: there are no parts, or one is not callable.
     """
 
     parts: tuple[Any, ...]
+    _without_arguments: list[bool]
 
     def __new__(cls, *parts: P) -> P:  # type: ignore[misc]
         """Makes an instance of a class that is a `Compose` and what all parts are."""
+        if cls is not Compose:  # it is copied
+            return object.__new__(cls)  # type: ignore[return-value]
         if not parts:
             raise TypeError("Compose() needs at least one part; pass the plug-ins to call: Compose(a, b)")
         for position, part in enumerate(parts):
-            if not callable(part) or isinstance(part, type):
-                hint = (
-                    f"pass an instance: {part.__name__}(...)" if isinstance(part, type) else "pass a plug-in"
-                )
-                raise TypeError(f"part {position} of Compose, {part!r}, is no instance to call; {hint}")
-        body = {
-            "__module__": __name__,
-            "__new__": object.__new__,  # copying calls it without parts
-            "__init__": _keep_parts,  # not the ancestor's, whose arguments are its own
-        }
-        bases = (Compose, _nearest_common_ancestor(parts))
-        made = types.new_class("Compose", bases, exec_body=lambda namespace: namespace.update(body))
-        instance: P = object.__new__(made)
-        return instance
+            is_class = isinstance(part, type)
+            if is_class or not callable(part):
+                hint = f"an instance: {part.__name__}(...)" if is_class else "a plug-in"
+                raise TypeError(f"part {position} of Compose, {part!r}, is no instance to call; pass {hint}")
+        # Without the ancestor's __init__, whose arguments are its own.
+        body = {"__module__": __name__, "__init__": lambda *_: None}
+        composed: Any = object.__new__(type("Compose", (Compose, _nearest_common_ancestor(parts)), body))
+        composed.parts = parts
+        # Looked at here: it takes longer than many a part, and restarts wait for those.
+        composed._without_arguments = [not _takes_arguments(part) for part in parts[:-1]] + [False]
+        return composed  # type: ignore[no-any-return]
 
     def __call__(self, *arguments: Any) -> Any:
         """Calls the parts.
 
         Args:
-            arguments: one argument for the right-most part; or none: then no part gets one.
+            arguments: for the right-most part.
 
         Returns:
             What the left-most part returns.
-
-        Raises:
-            TypeError: there are several arguments.
         """
-        if len(arguments) > 1:
-            raise TypeError(f"Compose hands one argument on, or none, not {len(arguments)}")
-        if not arguments:
-            return [part() for part in reversed(self.parts)][-1]
-        (argument,) = arguments
-        for part in reversed(self.parts):
-            result = part(argument)
-            if result is None and argument is not None:
+        result = None
+        for part, is_without in zip(reversed(self.parts), reversed(self._without_arguments), strict=True):
+            if is_without:
+                arguments = ()
+            result = part(*arguments)
+            if result is None and any(argument is not None for argument in arguments):
                 warnings.warn(
                     f"{part!r} did not hand its argument on: it returned None; "
                     "end its __call__ with a return of what it was given",
                     stacklevel=2,
                 )
-            argument = result
-        return argument
+            if isinstance(result, tuple):
+                arguments = result
+            elif result is not None or arguments:
+                arguments = (result,)
+        return result
 
     def __repr__(self) -> str:
         return f"Compose({', '.join(map(repr, self.parts))})"
 
 
-def _keep_parts(self: Compose, *parts: Any) -> None:
-    self.parts = parts
-
-
 def _nearest_common_ancestor(parts: tuple[Any, ...]) -> type:
     for ancestor in type(parts[0]).__mro__:
-        # What is nested is a Compose of its own: what it stands for counts.
-        if issubclass(ancestor, Compose):
+        # What is nested is a Compose of its own: what it stands for counts. `functools.partial` and the like
+        # are made by C, which must not be left out.
+        make: object = ancestor.__new__
+        is_made_by_c = make is not object.__new__ and not isinstance(make, types.FunctionType)
+        if issubclass(ancestor, Compose) or is_made_by_c or not ancestor.__flags__ & _CAN_BE_A_BASE:
             continue
-        if all(isinstance(part, ancestor) for part in parts) and ancestor.__flags__ & _CAN_BE_A_BASE:
+        if all(isinstance(part, ancestor) for part in parts):
             return ancestor
     return object
+
+
+def _takes_arguments(function: Any) -> bool:
+    try:
+        return bool(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # one that is built in
+        return True
+
+
+def check_arguments(wrong: str, function: Any, *arguments: object) -> None:
+    """Checks that a function can be called with some arguments, as far as that is known before.
+
+    Raises:
+        TypeError: it cannot. The message begins with ``wrong``.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # one that is built in
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise TypeError(f"{wrong}: {error}") from None
+
+
+def check_plug_in(name: str, value: Any, kind: Any) -> Any:
+    """Returns a plug-in: None, one of its kind, or any other callable that takes one argument.
+
+    Args:
+        name: of the argument of `Wrapper`.
+        value: the plug-in. Of a `Compose` each part must be one. Of these only the right-most is known to
+            get one argument: the others get what another part returns.
+        kind: the plug-ins' base class.
+
+    Raises:
+        TypeError: it is none of these.
+    """
+    parameter = list(inspect.signature(kind.__call__).parameters)[1]
+    words = f"must be None, a {kind.__module__}.{kind.__name__}, or a function of one argument, {parameter}"
+    wrong = f"{name}={value!r} {words}"
+    parts = [] if value is None else _parts_of(value)
+    for part in parts:
+        is_other_kind = isinstance(part, PlugIn) and not isinstance(part, kind)
+        if is_other_kind or isinstance(part, type) or not callable(part):
+            raise TypeError(wrong if part is value else f"{wrong}; {part!r} is none of them")
+    for part in parts[-1:]:
+        check_arguments(wrong, part, None)
+    return value
+
+
+def _parts_of(plug_in: Any) -> list[Any]:
+    if not isinstance(plug_in, Compose):
+        return [plug_in]
+    return [part for each in plug_in.parts for part in _parts_of(each)]

@@ -14,8 +14,9 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
+from ..compose import PlugIn
 from ..exception import InternalError
 from ..exception import RankDiscarded as RankDiscarded
 from ..settings import as_int, as_limit, as_timeout, check_callable
@@ -46,6 +47,10 @@ class RankAssignmentCtx:
     exchanges: int = 0
 
 
+RankPlugIn: TypeAlias = Callable[[RankAssignmentCtx], RankAssignmentCtx]
+
+
+@PlugIn.register
 class RankAssignment(abc.ABC):
     """Base of the ``rank_assignment`` plug-ins of `Wrapper`: decides ranks, and which of them are active.
 
@@ -344,14 +349,19 @@ class Tree(RankAssignment):
         return ctx
 
 
-def activate_if_unsaid(ctx: RankAssignmentCtx, rank: int | None, world_size: int) -> State:
+def activate_if_unsaid(ctx: object, rank: int | None, world_size: int) -> State:
     """Does what a rank assignment has left out: closes the gaps, makes all ranks active.
 
     Args:
         ctx: what it returned.
         rank: the rank before that.
         world_size: the world size before that.
+
+    Raises:
+        InternalError: it returned something else.
     """
+    if not isinstance(ctx, RankAssignmentCtx):
+        raise InternalError(f"rank_assignment must return the RankAssignmentCtx that it got; it gave {ctx!r}")
     if ctx.terminated_ranks and (ctx.state.rank, ctx.state.world_size) == (rank, world_size):
         ctx = ShiftRanks()(ctx)
     if ctx.state.mode is Mode.INITIALIZED:

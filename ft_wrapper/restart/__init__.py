@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 from ..abort import Abort, AbortProcesses, AbortTorchDistributed
 from ..completion import Completion
-from ..compose import Compose
+from ..compose import Compose, StatePlugIn, check_arguments, check_plug_in
 from ..finalize import Finalize
 from ..health_check import HealthCheck
 from ..initialize import Initialize
-from ..rank_assignment import ActivateAllRanks, MaxActiveWorldSize, RankAssignment, ShiftRanks
+from ..rank_assignment import ActivateAllRanks, MaxActiveWorldSize, RankAssignment, RankPlugIn, ShiftRanks
 from ..settings import Limits, about, argument, as_switch
 from ..store import StoreMixin, TCPStore, without_password
 from ..terminate import Terminate
@@ -46,7 +46,7 @@ def _check_warm_up(name: str, value: Any) -> Any:
     wrong = f"{name}={value!r} must be None, False or a function that needs no arguments"
     if not callable(value):
         raise TypeError(wrong)
-    _check_arguments(wrong, value)
+    check_arguments(wrong, value)
     return value
 
 
@@ -56,24 +56,12 @@ def _check_on_restart(name: str, value: Any) -> Any:
     wrong = f"{name}={value!r} must be None or a function of one argument, the RestartReport"
     if not callable(value):
         raise TypeError(wrong)
-    _check_arguments(wrong, value, None)
+    check_arguments(wrong, value, None)
     return value
 
 
-def _check_arguments(wrong: str, function: Any, *arguments: object) -> None:
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # one that is built in
-        return
-    try:
-        signature.bind(*arguments)
-    except TypeError as error:
-        raise TypeError(f"{wrong}: {error}") from None
-
-
 def _plug_in(kind: type, default: object = None, *, is_shared: bool = False) -> Any:
-    words = f"a {kind.__module__}.{kind.__name__}: derive from it"
-    return argument(default, functools.partial(_check_kind, kind=kind, words=words), is_shared=is_shared)
+    return argument(default, functools.partial(check_plug_in, kind=kind), is_shared=is_shared)
 
 
 _mapping = functools.partial(_check_kind, kind=Mapping, words="a dict of arguments for store_factory")
@@ -119,13 +107,13 @@ class Settings(Limits):
 
     store_factory: Callable[..., StoreMixin] = argument(TCPStore, _check_factory)
     store_kwargs: Mapping[str, Any] | None = argument(None, _mapping)
-    initialize: Initialize | None = _plug_in(Initialize)
-    abort: Abort | None = _plug_in(Abort, Compose(AbortProcesses(), AbortTorchDistributed()))
-    finalize: Finalize | None = _plug_in(Finalize)
-    health_check: HealthCheck | None = _plug_in(HealthCheck)
-    completion: Completion | None = _plug_in(Completion)
-    terminate: Terminate | None = _plug_in(Terminate)
-    rank_assignment: RankAssignment | None = _plug_in(RankAssignment, is_shared=True)
+    initialize: StatePlugIn | None = _plug_in(Initialize)
+    abort: StatePlugIn | None = _plug_in(Abort, Compose(AbortProcesses(), AbortTorchDistributed()))
+    finalize: StatePlugIn | None = _plug_in(Finalize)
+    health_check: StatePlugIn | None = _plug_in(HealthCheck)
+    completion: StatePlugIn | None = _plug_in(Completion)
+    terminate: StatePlugIn | None = _plug_in(Terminate)
+    rank_assignment: RankPlugIn | None = _plug_in(RankAssignment, is_shared=True)
     monitor_process_logfile: str | None = argument(None, _check_path)
     monitor_process_pidfile: str | None = argument(None, _check_path)
     enabled: bool = argument(True, as_switch)
@@ -174,11 +162,11 @@ def default_assignment(active_world_size: int | None) -> RankAssignment:
     return made
 
 
-def _outline(plug_in: object) -> str:
-    """The classes that a plug-in is made of."""
+def _outline(plug_in: Any) -> str:
+    """The classes and functions that a plug-in is made of."""
     if isinstance(plug_in, Compose):
         return f"Compose({', '.join(map(_outline, plug_in.parts))})"
-    return type(plug_in).__name__
+    return name_of(plug_in).rpartition(".")[2]
 
 
 def name_of(function: Callable[..., Any]) -> str:

@@ -13,6 +13,7 @@ from .. import torch_groups
 from .._files import replace_broken_streams
 from ..abort import close_aborted_sockets, release_process_groups
 from ..attribution import Interruption, out_of_memory
+from ..compose import StatePlugIn
 from ..exception import (
     Drained,
     HealthCheckError,
@@ -23,7 +24,7 @@ from ..exception import (
     StoreUnavailable,
     in_one_line,
 )
-from ..health_check import CudaHealthCheck, HealthCheck
+from ..health_check import CudaHealthCheck
 from ..monitor.frames import checkpoint_failure, forget_frames, users_part
 from ..monitor.shared_memory import Phase
 from ..protocol import Agreement
@@ -280,7 +281,7 @@ class Call(Performer):
         if self.settings.health_check is not None:
             self._run_check(self.settings.health_check)
 
-    def _run_check(self, check: HealthCheck) -> None:
+    def _run_check(self, check: StatePlugIn) -> None:
         try:
             check(self.state.freeze())
         except Exception as error:

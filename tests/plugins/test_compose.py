@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import functools
+import operator
+import random
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from ft_wrapper.abort import Abort
 from ft_wrapper.compose import Compose
@@ -74,17 +78,74 @@ def test_functions_are_parts_too() -> None:
     assert Compose(lambda text: f"b({text})", lambda text: f"c({text})")("x") == "b(c(x))"
 
 
+def test_the_right_most_gets_all_arguments_and_the_others_what_it_returned() -> None:
+    assert Compose(repr, sum, lambda *numbers: [*numbers, 10])(1, 2, 3) == "16"
+    assert Compose(lambda made: made + 1, lambda: 4)() == 5
+
+
+def test_a_tuple_is_several_arguments() -> None:
+    def shift(a: int, b: int, c: int) -> tuple[int, int, int]:
+        return a + 1, b + 1, c + 1
+
+    assert Compose(shift, shift, shift)(0, 1, 2) == (3, 4, 5)
+    assert Compose(lambda a, b: a - b, divmod)(17, 5) == 1
+    assert Compose(lambda: "none", lambda: ())() == "none"
+    assert Compose(len, lambda: [(1, 2)])() == 1, "a list is one argument"
+
+
 def test_functions_that_take_no_argument() -> None:
     called: list[str] = []
-    first, second = (lambda name=name: called.append(name) or name for name in "ab")
-    assert Compose(second, first)() == "b"
-    assert Compose(first, Compose(second, first))() == "a"
-    assert "".join(called) == "ababa"[:2] + "aba"
+
+    def first() -> str:
+        called.append("first")
+        return "1"
+
+    def second() -> str:
+        called.append("second")
+        return "2"
+
+    def optional(generation: int = 2) -> None:
+        called.append(f"generation {generation}")
+
+    assert Compose(second, first)() == "2"
+    assert Compose(first, Compose(second, first))() == "1"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Compose(optional, optional)() is None
+    assert called == ["first", "second", *["first", "second", "first"], *["generation 2"] * 2]
 
 
-def test_several_arguments_are_refused() -> None:
-    with pytest.raises(TypeError, match="one argument on, or none, not 2"):
-        Compose(len)(1, 2)
+def test_arrays_are_handed_on() -> None:
+    """Which compare element by element."""
+    seen: list[torch.Tensor] = []
+    with pytest.warns(UserWarning, match="did not hand its argument on"):
+        assert Compose(seen.append)(torch.ones(2)) is None
+    assert len(seen) == 1
+
+
+LINKS: list[tuple[Callable[[int], Any], Callable[[int], int]]] = [
+    (lambda x: x + 3, lambda x: x + 3),
+    (functools.partial(operator.mul, 5), lambda x: 5 * x),
+    (operator.neg, lambda x: -x),
+    ((7).__sub__, lambda x: 7 - x),
+    (Compose(abs, lambda x: x - 20), lambda x: abs(x - 20)),
+    (Compose(operator.add, lambda x: (x, x)), lambda x: 2 * x),
+]
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_drawn_chains(seed: int) -> None:
+    """As many links as drawn, some of them in a Compose of their own, do what they do one after the other."""
+    draw = random.Random(seed)
+    drawn = [draw.choice(LINKS) for _ in range(draw.randint(1, 8))]
+    cut = draw.randint(0, len(drawn) - 1)
+    parts = [link for link, _ in drawn]
+    composed = Compose(*parts[:cut], Compose(*parts[cut:]))
+    expected = start = draw.randint(-50, 50)
+    for _, link in reversed(drawn):
+        expected = link(expected)
+    assert composed(start) == expected
+    assert copy.deepcopy(composed)(start) == expected
 
 
 def test_it_can_be_copied() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from typing import Any
@@ -377,3 +378,59 @@ def test_a_composed_abort(job: Job) -> None:
     job.start(1, aborts_torch)
     assert job.wait() == [1]
     assert ("abort", 0, "ACTIVE", 0, "ValueError") in noted(job, 0)
+
+
+# ---- plain callables in their place
+
+
+def plain_functions(rank: Rank) -> Any:
+    class Method:
+        def note(self, place: str, state: FrozenState) -> None:
+            rank.say("plug-in", name=place, n=state.iteration)
+
+    def assign(ctx: RankAssignmentCtx) -> RankAssignmentCtx:
+        rank.say("plug-in", name="rank_assignment", n=ctx.state.iteration)
+        return ctx
+
+    # Of each kind one: a lambda, a partial, a function composed with a plug-in.
+    note = Method().note
+    plug_ins: dict[str, Any] = {place: functools.partial(note, place) for place in PLACES}
+    plug_ins["finalize"] = lambda state: note("finalize", state)
+    plug_ins["abort"] = Compose(plug_ins["abort"], AbortTorchDistributed())
+
+    @Wrapper(**SETTINGS, **plug_ins, rank_assignment=Compose(ActivateAllRanks(), assign))
+    def train(call_wrapper: CallWrapper) -> int:
+        if call_wrapper.iteration == 0:
+            raise ValueError
+        return call_wrapper.iteration
+
+    return train()
+
+
+def test_plain_functions_run_where_plug_ins_do(job: Job) -> None:
+    job.start(2, plain_functions)
+    assert job.wait() == [1, 1]
+    for slot in range(2):
+        seen = [(message["name"], message["n"]) for message in job[slot].said("plug-in")]
+        entered = ["rank_assignment", "initialize", "health_check"]
+        assert [name for name, n in seen if n == 0][:3] == entered
+        assert sorted({name for name, n in seen}) == sorted({*PLACES, "rank_assignment"} - {"terminate"})
+        assert seen[-1] == ("completion", 1)
+
+
+def forgets_to_return(rank: Rank) -> Any:
+    arguments: dict[str, Any] = {"rank_assignment": lambda ctx: None}
+
+    @Wrapper(**SETTINGS, **arguments)
+    def train() -> None:
+        raise AssertionError("no rank, and yet it runs")
+
+    return train()
+
+
+def test_a_rank_assignment_that_returns_nothing_is_named(job: Job) -> None:
+    job.start(1, forgets_to_return)
+    job.wait_for_end()
+    (raised,) = job[0].said("raised")
+    assert raised["error"] == "InternalError"
+    assert raised["text"] == "rank_assignment must return the RankAssignmentCtx that it got; it gave None"

@@ -24,10 +24,16 @@ PROGRAM = """
 from datetime import timedelta
 
 from ft_wrapper import Compose, Wrapper
+from ft_wrapper.abort import AbortTorchDistributed
 from ft_wrapper.rank_assignment import ActivateAllRanks, ShiftRanks
+from ft_wrapper.state import FrozenState
+
+def note(state: FrozenState) -> FrozenState:
+    return state
 
 @Wrapper(soft_timeout=timedelta(seconds=3), hard_timeout=5, on_join="now", max_same_faults=None,
-         rank_assignment=Compose(ActivateAllRanks(), ShiftRanks()))
+         rank_assignment=Compose(ActivateAllRanks(), ShiftRanks()), finalize=lambda state: None,
+         abort=Compose(note, AbortTorchDistributed()))
 def train(steps: int) -> str:
     return ""
 
