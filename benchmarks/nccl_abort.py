@@ -26,9 +26,10 @@ import torch.distributed as dist
 from figures import duration, median, ratio, spread, table
 from torch._C._distributed_c10d import HashStore
 
-from ft_wrapper import torch_groups
 from ft_wrapper.testing import OnAbort, blocking_backend
 from ft_wrapper.torch_groups import nccl as from_outside
+from ft_wrapper.torch_groups.abort import abort_all
+from ft_wrapper.torch_groups.release import release_process_groups
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from support import nccl_standin
@@ -43,7 +44,7 @@ CASES = [
 def make(names: list[str]) -> list[Any]:
     """A group of this process alone for each backend."""
     first, *others = names
-    from_outside.note_entry()
+    from_outside.mark_entry()
     dist.init_process_group(first, store=HashStore(), rank=0, world_size=1)
     return [dist.group.WORLD, *(dist.new_group([0], backend=name) for name in others)]
 
@@ -58,7 +59,7 @@ def measure(names: list[str], abort: Callable[[list[Any]], None]) -> float:
     began = time.perf_counter()
     abort(groups)
     took = time.perf_counter() - began
-    torch_groups.release_process_groups(aborted=True)
+    release_process_groups(aborted=True)
     return took
 
 
@@ -70,7 +71,7 @@ def one_after_the_other(groups: list[Any]) -> None:
 
 def all_at_once(_: list[Any]) -> None:
     """As `AbortTorchDistributed`."""
-    torch_groups.abort_all()
+    abort_all()
 
 
 def leave_the_making(nccl: ctypes.CDLL) -> float:
@@ -91,12 +92,12 @@ def leave_the_making(nccl: ctypes.CDLL) -> float:
     group.is_blocked.wait(TIMEOUT)
     time.sleep(0.1)  # nothing tells that it is in accept
     began = time.perf_counter()
-    torch_groups.abort_all()
+    abort_all()
     thread.join(0.25)
-    torch_groups.abort_all()
+    abort_all()
     thread.join(TIMEOUT)
     took = time.perf_counter() - began
-    torch_groups.release_process_groups(aborted=True)
+    release_process_groups(aborted=True)
     return float("inf") if thread.is_alive() else took
 
 

@@ -23,10 +23,10 @@ import psutil
 from .compose import Compose, PlugIn
 from .settings import as_seconds, check_callable
 from .state import FrozenState
-from .torch_groups import abort_all, abort_may_hang
-from .torch_groups import release_process_groups as release_process_groups
-from .torch_groups import wait_for_released_groups as wait_for_released_groups
+from .torch_groups.abort import abort_all, abort_may_hang
 from .torch_groups.gloo import close_aborted_sockets as close_aborted_sockets
+from .torch_groups.release import release_process_groups as release_process_groups
+from .torch_groups.release import wait_for_released_groups as wait_for_released_groups
 
 _logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
-from ..torch_groups.caches import forget_old_ranks
+from ..torch_groups.caches import clear_caches
 from .form import Form, Objects, filled, parts
 from .tree import Flat, named
 
@@ -71,7 +71,7 @@ class Sharded(Form):
             RuntimeError: ``build`` cannot run on the meta device, or something has stayed there.
         """
         # An update of old objects in this iteration has filled DTensor's caches with the old mesh again.
-        forget_old_ranks()
+        clear_caches()
         objects = self._build_on_meta()
         self._capture(objects)
         self.fill(objects, flat)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from .. import torch_groups
 from .._files import replace_broken_streams
 from ..abort import close_aborted_sockets, release_process_groups
 from ..attribution import Interruption, out_of_memory
@@ -35,8 +34,8 @@ from ..protocol.standing import Stood
 from ..rank_assignment import RankAssignmentCtx, activate_if_unsaid
 from ..state import Mode, State
 from ..store import PrefixStore, StorePlan
-from ..torch_groups import caches, device, tracker, warm_up
-from ..torch_groups.collective import standing
+from ..torch_groups import caches, device, meeting, release, tracker, warm_up
+from ..torch_groups.collective import current_collective
 from ..torch_groups.kept import KeptGroup
 from . import Settings, forked, same_faults, torch_state
 from .loop import Left, Performer, RestartLoop
@@ -101,7 +100,7 @@ class Call(Performer):
         try:
             with contextlib.ExitStack() as ending:  # all of it, from below, whatever raises
                 if error is not None:  # the job goes on without this rank
-                    ending.callback(device.let_go)
+                    ending.callback(device.release_device)
                 ending.callback(self.tracker.close)
                 ending.callback(self.own.close, error)
                 ending.callback(self.group.close)
@@ -112,7 +111,7 @@ class Call(Performer):
     def user_store(self) -> PrefixStore:
         """The present iteration's store, on a connection of the function's own."""
         if self._user_store is None:
-            self._user_store = torch_groups.connect(self.own.member.view.n)
+            self._user_store = meeting.connect_to_store(self.own.member.view.n)
         return self._user_store
 
     def run(self, function: Callable[[], Any]) -> Any:
@@ -167,13 +166,13 @@ class Call(Performer):
         device.take_device(self.own.memory.active)
         self.tracker.enter(state.iteration)
         rank, size = state.active_rank, state.active_world_size or 0
-        return rank is not None and caches.forget_compiled_ranks(rank, size)
+        return rank is not None and caches.reset_compiled_code(rank, size)
 
     def serve(self) -> Endpoint:
         return self.own.serve()
 
     def meet(self, endpoint: Endpoint) -> None:
-        torch_groups.point_to(*endpoint)
+        meeting.point_to(*endpoint)
 
     def pause(self, seconds: float) -> None:
         self.own.progress.monitor_lost.wait(seconds)
@@ -258,7 +257,7 @@ class Call(Performer):
         self.own.member.emit("enter", rank=self.state.active_rank)
         if self.settings.abort is None:  # its groups are the user's
             return self._function()
-        with torch_groups.taking_over_destroy():
+        with release.taking_over_destroy():
             return self._function()
 
     def _warm_up(self) -> None:
@@ -359,7 +358,7 @@ class Call(Performer):
             error.__traceback__ = trace  # with which it leaves the call
         self._torch_state.restore()
         self.own.signals.put_back()
-        caches.forget_old_ranks()
+        caches.clear_caches()
 
     def complete(self) -> None:
         self.own.member.emit("done", **self.own.memory.told_step(), **self.end_fields)
@@ -373,7 +372,7 @@ class Call(Performer):
         self.helpers.close()
         if self.settings.abort is not None:
             release_process_groups()
-        caches.forget_old_ranks()
+        caches.clear_caches()
         self._user_store = None
         self.own.remember(self.state)
 
@@ -425,7 +424,7 @@ class Call(Performer):
         memory, settings = self.own.memory, self.settings
         stillness = time.monotonic() - memory.progress_stamp(settings.progress_watchdog_interval)
         is_still = memory.phase == Phase.WATCHED and stillness >= settings.soft_timeout / 2
-        self._place = standing(self.own.interrupter.thread) if is_still else None
+        self._place = current_collective(self.own.interrupter.thread) if is_still else None
         if self._place is not None:
             self._stay.hang = same_faults.hang_of(self.own.interrupter.thread)
             if stillness > _HUNG * settings.soft_timeout:
@@ -434,7 +433,7 @@ class Call(Performer):
     def _tell(self) -> None:
         """Writes into the store, which may take its time, what others want to know."""
         self._reporter.ended()  # first: the function's thread may wait for that
-        warm_up.tell_of_cuda(self.own.client)  # the lost rank's next process may come soon
+        warm_up.announce_cuda(self.own.client)  # the lost rank's next process may come soon
         if self._place is not None:
             member, stay, (words, stood) = self.own.member, self._stay, self._place
             ends = Agreement(self.own.client).ends

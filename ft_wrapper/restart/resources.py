@@ -33,7 +33,9 @@ from ..settings import Limits, formation_size
 from ..state import State
 from ..store import StoreMixin, StorePlan, TCPStore
 from ..store.address import is_this_host, own_address
-from ..torch_groups import being_aborted, caches, variables_restored, warm_up
+from ..torch_groups import caches, warm_up
+from ..torch_groups.abort import describe_pending_aborts
+from ..torch_groups.meeting import variables_restored
 from . import Settings
 from .exit_watch import ExitWatch
 from .report import waiting_line
@@ -186,7 +188,7 @@ class Resources:
                 abort,
                 after_abort,
                 lambda: may_hang(settings.abort),
-                being_aborted,
+                describe_pending_aborts,
                 limits.last_call_wait,
             )
             owned.callback(self._end_thread)

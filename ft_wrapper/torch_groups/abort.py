@@ -48,7 +48,7 @@ def abort_may_hang() -> bool:
         return True
 
 
-def being_aborted() -> str:
+def describe_pending_aborts() -> str:
     """Says which groups' abort has not returned."""
     return ", ".join(_aborting) or "not in a process group"
 
@@ -96,18 +96,14 @@ def _abort_backends() -> None:
 def abort_group(group: Any, name: str) -> None:
     _aborting.append(name)
     try:
-        _abort(group)
+        # Before torch 2.8 a group cannot abort, and of backends NCCL's alone can.
+        for one in [group] if hasattr(group, "abort") else backends_of(group).values():
+            if hasattr(one, "abort"):
+                one.abort()
     except Exception:
         log.warning("could not abort %s; hard_timeout bounds what waits there", name, exc_info=True)
     finally:
         _aborting.remove(name)
-
-
-def _abort(group: Any) -> None:
-    # Before torch 2.8 a group cannot abort, and of backends NCCL's alone can.
-    for one in [group] if hasattr(group, "abort") else backends_of(group).values():
-        if hasattr(one, "abort"):
-            one.abort()
 
 
 def backends_of(group: Any) -> dict[torch.device, Any]:

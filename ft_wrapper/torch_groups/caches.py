@@ -30,13 +30,12 @@ _SLOW_COLLECTION = 1.0  # seconds
 _KILL_PATIENCE = 5.0  # seconds, for a process to be gone after SIGKILL
 
 _warned: set[str] = set()
-_NO_RANK = (-1, 0)  # what a spare compiles for
 _compiled_for: tuple[int, int] | None = None
 _frozen: set[str] = set()
 _frozen_modules: list["weakref.ref[torch.nn.Module]"] = []
 
 
-def forget_old_ranks() -> None:
+def clear_caches() -> None:
     """Clears torch's caches of the iteration that is over; raises nothing.
 
     Call it in the thread that ran the function, once process groups are released. DTensor's fast cache
@@ -58,7 +57,7 @@ def end_checkpoint_process() -> None:
         _succeeds("the checkpoint process", _end_checkpoint_process, executor)
 
 
-def forget_compiled_ranks(rank: int, world_size: int) -> bool:
+def reset_compiled_code(rank: int, world_size: int) -> bool:
     """Drops compiled code if it was compiled for another rank or world size.
 
     Args:
@@ -75,13 +74,13 @@ def forget_compiled_ranks(rank: int, world_size: int) -> bool:
     return _succeeds("compiled code", torch.compiler.reset)
 
 
-def forget_compiled_code_at_entry() -> None:
+def reset_compiled_code_at_entry() -> None:
     """Makes the next entry drop the code that this process, a spare, may compile from now on.
 
     Without a process group ``is_initialized()`` is a constant in it, too.
     """
     global _compiled_for
-    _compiled_for = _NO_RANK
+    _compiled_for = (-1, 0)  # no rank
 
 
 def collect_garbage(when: str) -> None:
@@ -201,7 +200,7 @@ def _clear_symmetric_memory(memory: Any) -> None:
     memory._group_name_to_workspace_tensor.clear()
 
 
-def _forget_default_group(functional: Any) -> None:
+def _drop_default_group(functional: Any) -> None:
     """None, which they have where no group was there at their import, stands for the present one."""
     group = torch.distributed.ProcessGroup
     for value in vars(functional).values():
@@ -215,7 +214,7 @@ _STEPS: tuple[tuple[str, str, Callable[[Any], None]], ...] = (
     ("DTensor's redistribution caches", "torch.distributed.tensor._redistribute", _clear_redistribution),
     ("DTensor's mesh topologies", "torch.distributed.tensor._collective_utils", _clear_topology),
     ("DTensor's random number tracker", "torch.distributed.tensor._random", _drop_rng_tracker),
-    ("torch.distributed.nn's default group", "torch.distributed.nn.functional", _forget_default_group),
+    ("torch.distributed.nn's default group", "torch.distributed.nn.functional", _drop_default_group),
     ("symmetric memory", "torch.distributed._symmetric_memory", _clear_symmetric_memory),
 )
 

@@ -19,7 +19,7 @@ _MOST_GROUPS = 8
 _LONGEST_NAME = 8  # torch names some groups by 40 digits
 
 
-def standing(thread: int) -> tuple[str, Stood] | None:
+def current_collective(thread: int) -> tuple[str, Stood] | None:
     """Says where a thread stands.
 
     It waits for nothing that hangs: not for a group's lock, nor for the thread.

@@ -48,7 +48,7 @@ def take_device(is_active: bool) -> None:
     if _index is None:
         _index = int(os.environ["LOCAL_RANK"])
     if not is_active:
-        let_go()
+        release_device()
     elif _locks is None:
         _locks = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         _index = _await_device(_locks, _index, int(count))
@@ -57,7 +57,7 @@ def take_device(is_active: bool) -> None:
         torch.cuda.set_device(_index)
 
 
-def let_go() -> None:
+def release_device() -> None:
     """Leaves the device to other ranks."""
     global _locks
     if _locks is not None:

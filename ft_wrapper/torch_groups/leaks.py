@@ -11,7 +11,6 @@ from .referrers import cycle_of, find_paths, reached_by_data
 from .release import wait_for_released_groups
 from .tracker import kind_of
 
-_RELEASED_WITHIN = 10.0  # seconds
 _LOSSES = {
     "DeviceMesh": "its sockets and memory stay, and it may be taken for the new one",
     "ProcessGroup": "its sockets and threads stay",
@@ -64,9 +63,9 @@ def find_leaks() -> list[Leak]:
         What is alive, the oldest first, and last what others hold; empty if all is clean, or there was no
         restart.
     """
-    wait_for_released_groups(_RELEASED_WITHIN)
+    wait_for_released_groups()
     living = tracker.current.earlier()
-    exempt, _ = reached_by_data(tracker.current.exempt_holders, [made for made, _ in living])
+    exempt, _ = reached_by_data(tracker.current.exempt_holders.values(), [made for made, _ in living])
     living = [(made, n) for made, n in living if not any(made is other for other in exempt)]
     if not living:
         return []

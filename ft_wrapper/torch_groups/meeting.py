@@ -14,19 +14,19 @@ from torch._C._distributed_c10d import TCPStore
 
 from ..store.mixin import HoldingStore, PrefixStore
 
-_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-VARIABLES = (*_RANKS, "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
+_OF_THE_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+_VARIABLES = (*_OF_THE_RANK, "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 _STORE_TIMEOUT = timedelta(seconds=300)
 
 
 @contextlib.contextmanager
 def variables_restored() -> Iterator[None]:
     """Afterwards the environment variables that the wrapper changes are as they were."""
-    saved = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    saved = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
     try:
         yield
     finally:
-        for name in VARIABLES:
+        for name in _VARIABLES:
             os.environ.pop(name, None)
         os.environ.update(saved)
 
@@ -36,7 +36,7 @@ def point_to(host: str, port: int) -> None:
     os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
 
 
-def connect(n: int) -> PrefixStore:
+def connect_to_store(n: int) -> PrefixStore:
     """A client of the iteration's store, for the function's own use.
 
     On that store, so that aborting the iteration frees anyone who waits there; and without trying again.

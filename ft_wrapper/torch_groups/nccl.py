@@ -46,7 +46,7 @@ _at_entry: set[int] | None = None  # inode numbers of what was open then; None: 
 _aborts = 0  # since the entry
 
 
-def note_entry() -> None:
+def mark_entry() -> None:
     """Notes what is open as the function is entered: it is of no communicator that the function makes."""
     global _at_entry, _aborts
     is_needed = dist.is_nccl_available() or dist.Backend._plugins

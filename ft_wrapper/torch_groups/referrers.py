@@ -13,7 +13,7 @@ import sys
 import threading
 import types
 from collections.abc import Collection, Iterable, Iterator
-from types import FrameType, SimpleNamespace
+from types import FrameType
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ _ATOMS = frozenset(
 _CODE = (type, types.FunctionType, types.BuiltinFunctionType)
 _OURS = f"{__package__.partition('.')[0]}.live"
 
+_Root = tuple[dict[str, Any], str, str]  # variables, and what a path from them begins and ends with
 _Parents = dict[int, Any]  # by the id of each object that was come to: what holds it; None where a walk began
 
 
@@ -41,17 +42,17 @@ def find_paths(wanted: Collection[object], caller: FrameType) -> tuple[dict[int,
         found lead through others.
     """
     ids = set(map(id, wanted))
-    roots: dict[int, tuple[Any, str, str]] = {}
+    roots: dict[int, _Root] = {}
     for root in (*_modules(), *_threads(), *_locals(caller)):
         roots.setdefault(id(root[0]), root)  # a module may have two names
     parents: _Parents = {id(sys.modules): None, **dict.fromkeys(roots)}
-    parents |= {id(vars(root)): root for root, *_ in roots.values()}
-    found = _reach([vars(root) for root, *_ in roots.values()], ids, parents, within=False)
+    found = _reach([variables for variables, *_ in roots.values()], ids, parents, within=False)
     paths = {}
     for thing in found:
-        chain = _chain(thing, parents, roots)
-        _, before, after = roots[id(chain[0])]
-        paths[id(thing)] = (before + _describe(chain)).removeprefix(".") + after
+        variables, *chain = _chain(thing, parents, roots)
+        _, before, after = roots[id(variables)]
+        name = next((name for name, value in list(variables.items()) if value is chain[0]), "…")
+        paths[id(thing)] = before + name + _describe(chain) + after
     inner = _reach(found, ids, parents)
     for thing in wanted:  # what no path leads to may still hold others
         if id(thing) not in parents:
@@ -70,9 +71,7 @@ def reached_by_data(holders: Collection[object], wanted: Collection[object]) -> 
     Returns:
         What of it is held; and by the id of each object that was come to, what holds it.
     """
-    parents: _Parents = {id(sys.modules): None}
-    for module, *_ in _modules():
-        parents.update({id(module): None, id(vars(module)): None})
+    parents: _Parents = {id(sys.modules): None, **{id(variables): None for variables, *_ in _modules()}}
     return _reach(holders, set(map(id, wanted)), parents), parents
 
 
@@ -114,19 +113,20 @@ def _reach(
     return found
 
 
-# ---- where a walk may begin: an object, and what a path from it begins and ends with
+# ---- where a walk may begin
 
 
-def _modules() -> list[tuple[Any, str, str]]:
-    modules = list(sys.modules.items())
-    return [(each, name, "") for name, each in modules if issubclass(type(each), types.ModuleType)]
+def _modules() -> Iterator[_Root]:
+    for name, module in list(sys.modules.items()):
+        if issubclass(type(module), types.ModuleType):
+            yield vars(module), f"{name}.", ""
 
 
-def _threads() -> list[tuple[Any, str, str]]:
-    return [(each, f"thread {each.name!r}", "") for each in threading.enumerate()]
+def _threads() -> list[_Root]:
+    return [(vars(each), f"thread {each.name!r}.", "") for each in threading.enumerate()]
 
 
-def _locals(caller: FrameType) -> Iterator[tuple[Any, str, str]]:
+def _locals(caller: FrameType) -> Iterator[_Root]:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     innermost: dict[int, FrameType | None] = {**current_frames(), threading.get_ident(): caller}
     for thread, frame in innermost.items():
@@ -136,7 +136,7 @@ def _locals(caller: FrameType) -> Iterator[tuple[Any, str, str]]:
             if code.co_flags & inspect.CO_OPTIMIZED and not module.startswith(_OURS):
                 place = f"{code.co_name} ({os.path.basename(code.co_filename)}:{frame.f_lineno})"
                 name = names.get(thread, thread)
-                yield SimpleNamespace(**_read(frame)), "", f" in {place}, thread {name!r}"
+                yield _read(frame), "", f" in {place}, thread {name!r}"
             frame = frame.f_back
 
 

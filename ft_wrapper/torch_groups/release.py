@@ -21,16 +21,13 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
 from ..store.bounded import in_background
 from . import nccl, tracker
-from .abort import abort_group, groups_that_abort, is_gloo
+from .abort import abort_group, c10d, groups_that_abort, is_gloo
 from .gloo import unnamed_threads
 from .sockets import POLLS, named_threads, system_call
 
 log = logging.getLogger(__name__)
-c10d: Any = torch.distributed.distributed_c10d
 _WORKER_NAME = "pt_gloo_runloop"
 # Twice as long as a thread that wants the interpreter's lock sleeps between two attempts, and more.
 _IDLE_CHECK = 0.02
@@ -69,9 +66,9 @@ def release_process_groups(*, aborted: bool = False, kept: Any = None) -> None:
     world.group_count = 1  # names of new groups begin behind the kept one's
     try:
         if kept is None:
-            _forget_leftovers()
+            _reset_tables()
         _unhook()
-        _leave_meshes()
+        _drop_meshes()
     except Exception:
         log.warning("torch.distributed could not be reset", exc_info=True)
     if references:
@@ -134,9 +131,8 @@ def wait_for_released_groups(timeout: float = 10.0) -> bool:
     Returns:
         False when some are still there; a warning says so.
     """
-    deadline = time.monotonic() + timeout
     for thread in list(_background):
-        thread.join(max(0.0, deadline - time.monotonic()))
+        thread.join(timeout)
         if thread.is_alive():
             log.warning("process groups still not gone after %g s", timeout)
             return False
@@ -170,7 +166,7 @@ def _references(world: Any, kept: Any) -> list[Any]:
     return references
 
 
-def _forget_leftovers() -> None:
+def _reset_tables() -> None:
     """Clears what an interrupted ``init_process_group``, or a failed destruction, leaves behind."""
     world = c10d._world
     leftovers = list(world.pg_map)
@@ -198,7 +194,7 @@ def _unhook() -> None:
         hook = sys.excepthook = cells["old_hook"].cell_contents
 
 
-def _leave_meshes() -> None:
+def _drop_meshes() -> None:
     """Forgets meshes of dead groups: an active one, and torch < 2.8's tables of sub-meshes."""
     device_mesh: Any = sys.modules.get("torch.distributed.device_mesh")
     resources = getattr(device_mesh, "_mesh_resources", None)

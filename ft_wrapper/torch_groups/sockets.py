@@ -40,7 +40,7 @@ def named_threads(name: str) -> list[int]:
     wanted = name.encode() + b"\n"
     for tid in os.listdir("/proc/self/task"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
-            if _told_of_thread(tid, "comm") == wanted:
+            if _read_of_thread(tid, "comm") == wanted:
                 found.append(int(tid))
     return found
 
@@ -59,7 +59,7 @@ def system_call(tid: int) -> tuple[int, ...] | None:
         OSError: this kernel does not tell.
     """
     try:
-        words = _told_of_thread(tid, "syscall").split()
+        words = _read_of_thread(tid, "syscall").split()
     except FileNotFoundError:
         if os.path.exists(f"/proc/self/task/{tid}"):
             raise  # a kernel without this file
@@ -71,7 +71,7 @@ def system_call(tid: int) -> tuple[int, ...] | None:
     return int(words[0]), *(int(word, 16) for word in words[1:7])
 
 
-def _told_of_thread(tid: int | str, what: str) -> bytes:
+def _read_of_thread(tid: int | str, what: str) -> bytes:
     # Not `open`, which takes three times as long: this is a part of every restart.
     fd = os.open(f"/proc/self/task/{tid}/{what}", os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -147,7 +147,7 @@ def shut_down_clients(host: str, port: int) -> None:
 
 def _is_client_of(fd: int, host: str, port: int) -> bool:
     named = _sockaddr(_libc.getpeername, fd)
-    if named is None or _port(named) != port:
+    if named is None or named[2:4] != port.to_bytes(2, "big"):
         return False  # of nearly all descriptors, in every restart: nothing more is made of them
     return _address(named) in _addresses(host)
 
@@ -164,7 +164,7 @@ def bound_to(fd: int) -> tuple[str, int] | bytes | None:
     if int.from_bytes(named[:2], sys.byteorder) == socket.AF_UNIX:
         return named[2:]
     address = _address(named)
-    return None if address is None else (address, _port(named))
+    return None if address is None else (address, int.from_bytes(named[2:4], "big"))
 
 
 def _listens(fd: int) -> bool:
@@ -179,10 +179,6 @@ def _sockaddr(call: Callable[..., int], fd: int) -> bytes | None:
     """The ``struct sockaddr`` that ``getpeername`` or ``getsockname`` gives; None where there is none."""
     buffer, size = _Sockaddr(), ctypes.c_uint32(ctypes.sizeof(_Sockaddr))
     return buffer.raw[: size.value] if call(fd, buffer, ctypes.byref(size)) == 0 else None
-
-
-def _port(named: bytes) -> int:
-    return int.from_bytes(named[2:4], "big")
 
 
 def _address(named: bytes) -> str | None:

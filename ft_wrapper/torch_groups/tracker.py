@@ -15,7 +15,7 @@ import functools
 import logging
 import sys
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -32,18 +32,6 @@ _WRAPPERS = {
 }
 
 
-class Tracked(NamedTuple):
-    """An object that was made in an iteration.
-
-    Args:
-        reference: a weak one.
-        iteration: its number, as the function knows it.
-    """
-
-    reference: weakref.ref[Any]
-    iteration: int
-
-
 class Tracker:
     """What this process has made in the iterations of one wrapped call.
 
@@ -52,8 +40,9 @@ class Tracker:
     """
 
     def __init__(self) -> None:
-        self.exempt_holders: list[object] = []
-        self._tracked: dict[int, Tracked] = {}  # by the id of the reference
+        self.exempt_holders: dict[int, Any] = {}  # by their id
+        # Weak references, by their id, with the iteration in which the object was made.
+        self._tracked: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._iteration = 0
         self._last_count = 0
         self._hooks = contextlib.ExitStack()
@@ -69,11 +58,11 @@ class Tracker:
     def close(self) -> None:
         """Stops tracking. What is tracked stays so, as long as it lives."""
         self._hooks.close()
-        self.exempt_holders = []
+        self.exempt_holders = {}
 
     def enter(self, iteration: int) -> None:
         """Begins an iteration: what is made from now on belongs to it."""
-        nccl.note_entry()
+        nccl.mark_entry()
         self._track_sharded_modules()
         self._iteration = iteration
 
@@ -81,18 +70,16 @@ class Tracker:
         """Tracks an object that was just made."""
         tracked = self._tracked
         reference = weakref.ref(made, lambda gone: tracked.pop(id(gone), None))
-        tracked[id(reference)] = Tracked(reference, self._iteration)
+        tracked[id(reference)] = reference, self._iteration
 
     def exempt(self, holder: Any) -> Any:
         """Exempts what an object holds, in whatever way; returns that object."""
-        if not any(each is holder for each in self.exempt_holders):
-            self.exempt_holders.append(holder)
-        return holder
+        return self.exempt_holders.setdefault(id(holder), holder)
 
     def earlier(self) -> list[tuple[Any, int]]:
         """What lives of iterations before the present one, with their numbers, the oldest first."""
         self._track_sharded_modules()
-        pairs = [(each.reference(), each.iteration) for each in list(self._tracked.values())]
+        pairs = [(reference(), n) for reference, n in list(self._tracked.values())]
         return [(made, n) for made, n in pairs if made is not None and n < self._iteration]
 
     def warn(self) -> None:
@@ -137,7 +124,7 @@ class Tracker:
         """Those of FSDP2, of which torch keeps weak references. After a collection next to none are left."""
         composable = sys.modules.get("torch.distributed._composable_state")
         modules = list(getattr(composable, "_module_state_mapping", ()))
-        known = {id(each.reference()) for each in list(self._tracked.values())} if modules else set()
+        known = {id(reference()) for reference, _ in list(self._tracked.values())} if modules else set()
         for module in modules:
             if id(module) not in known:
                 self.track(module)

@@ -21,15 +21,15 @@ from ..monitor.frames import forget_frames
 from ..protocol import keys
 from ..protocol.operations import Operations, read, write_text
 from ..store.bounded import in_background
-from .caches import forget_compiled_code_at_entry
+from .caches import reset_compiled_code_at_entry
 
 log = logging.getLogger(__name__)
 
 _LAZY_MODULES = ("sympy", "torch.distributed.fsdp", "torch._dynamo")
 
 _early: list[threading.Thread] = []
-# Set when the imports are through. Python 3.11 takes a thread for ended if its join was interrupted.
-_importing: list[threading.Event] = []
+# Events, not the thread: Python 3.11 takes a thread for ended if its join was interrupted.
+_imports_begun, _imports_through = threading.Event(), threading.Event()
 #: What has run, or failed, in this process.
 _done: list[Callable[[], object]] = []
 
@@ -46,15 +46,17 @@ def warm_up(users: Callable[[], object] | None, is_interrupted: Callable[[], boo
         Exception: one that came of that.
         BaseException: whatever else the user's part raises.
     """
-    if not _importing:  # in a thread: an import cannot be cut short, and the caller may be made to leave
+    if not _imports_begun.is_set():
+        # In a thread: an import cannot be cut short, and the caller may be made to leave.
         in_background("importing what torch imports late", _import)
+        _imports_begun.wait()
     await_imports()
     # Last what depends on the device: the user's part may have chosen it.
     for part in (users, _train, _reduce_alone):
         if part is None or part in _done:
             continue
         if part is users:
-            forget_compiled_code_at_entry()
+            reset_compiled_code_at_entry()
         try:
             part()
         except Exception as error:
@@ -68,7 +70,7 @@ def warm_up(users: Callable[[], object] | None, is_interrupted: Callable[[], boo
             _done.append(part)
 
 
-def tell_of_cuda(store: Operations) -> None:
+def announce_cuda(store: Operations) -> None:
     """Tells the replacements of lost processes that CUDA is in use. Without CUDA it does nothing."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         write_text(store, keys.CUDA, str(torch.cuda.device_count()))
@@ -81,7 +83,7 @@ def make_context_early(store: Operations, incarnation: int) -> None:
     different number of devices than they do: then the function chooses which ones are visible.
 
     Args:
-        store: where `tell_of_cuda` has written.
+        store: where `announce_cuda` has written.
         incarnation: how many processes had the slot before.
     """
     is_built = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
@@ -105,17 +107,16 @@ def await_early_context() -> None:
 
 def await_imports(seconds: float | None = None) -> None:
     """Before the function runs, which may fork: a child would wait for the imports of a thread it lacks."""
-    for through in _importing:
-        through.wait(seconds)
+    if _imports_begun.is_set():
+        _imports_through.wait(seconds)
 
 
 def _import() -> None:
-    through = threading.Event()
-    _importing.append(through)  # not by the caller, who may be interrupted before that
+    _imports_begun.set()  # not by the caller, who may be interrupted before the thread starts
     try:
         import_lazy_modules()
     finally:
-        through.set()
+        _imports_through.set()
 
 
 def import_lazy_modules() -> None:

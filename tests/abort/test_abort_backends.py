@@ -15,12 +15,13 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from ft_wrapper import torch_groups
 from ft_wrapper.abort import Abort, AbortProcesses, AbortTorchDistributed, may_hang
 from ft_wrapper.compose import Compose
 from ft_wrapper.state import FrozenState
 from ft_wrapper.testing import OnAbort, blocking_backend
 from ft_wrapper.torch_groups import abort as _abort
+from ft_wrapper.torch_groups.abort import abort_all, describe_pending_aborts
+from ft_wrapper.torch_groups.release import release_process_groups
 
 TIMEOUT = 60.0
 
@@ -81,7 +82,7 @@ def test_one_that_fails_keeps_no_other_from_it(caplog: pytest.LogCaptureFixture)
         abort(Group("0", said, nccl, gloo), Group("2", said, nccl, fails=True), Group("1", said, gloo))
     assert sorted(said) == ["0", "2"]
     assert "could not abort group 2 of nccl" in caplog.text
-    assert torch_groups.being_aborted() == "not in a process group"
+    assert describe_pending_aborts() == "not in a process group"
 
 
 def test_those_whose_abort_has_not_returned_are_named() -> None:
@@ -96,12 +97,12 @@ def test_those_whose_abort_has_not_returned_are_named() -> None:
     aborting = threading.Thread(target=abort, args=(quick, slow), daemon=True)
     aborting.start()
     assert slow.has_begun.wait(TIMEOUT)
-    while "group 0" in torch_groups.being_aborted():  # its thread is about to end
+    while "group 0" in describe_pending_aborts():  # its thread is about to end
         assert aborting.is_alive()
-    assert torch_groups.being_aborted() == "group 1 of nccl, gloo"
+    assert describe_pending_aborts() == "group 1 of nccl, gloo"
     slow.may_end.set()
     aborting.join(TIMEOUT)
-    assert torch_groups.being_aborted() == "not in a process group"
+    assert describe_pending_aborts() == "not in a process group"
 
 
 def test_before_torch_2_8_backends_are_aborted_where_they_can() -> None:
@@ -161,7 +162,7 @@ def test_torchs_abort_may_hang_where_groups_cannot_be_looked_at(monkeypatch: pyt
 @pytest.fixture
 def release() -> Iterator[None]:
     yield
-    torch_groups.release_process_groups(aborted=True)
+    release_process_groups(aborted=True)
 
 
 class Blocked:
@@ -198,7 +199,7 @@ THREE = (OnAbort.RETURNS, OnAbort.IS_SLOW, OnAbort.RAISES)
 @pytest.mark.parametrize("kinds", list(itertools.permutations(THREE)))
 def test_three_blocked_groups_are_freed(kinds: tuple[OnAbort, ...], release: None) -> None:
     blocked = [Blocked(group) for group in groups_of(*kinds)]
-    torch_groups.abort_all()
+    abort_all()
     assert all(one.is_freed() for one in blocked)
 
 
@@ -208,7 +209,7 @@ def test_aborts_that_depend_on_each_other_are_under_way_together(
 ) -> None:
     groups = groups_of(*[OnAbort.DEPENDS] * 3)
     blocked = [Blocked(groups[number]) for number in order]
-    thread = threading.Thread(target=torch_groups.abort_all, daemon=True)
+    thread = threading.Thread(target=abort_all, daemon=True)
     thread.start()
     assert all(one.is_freed() for one in blocked)
     thread.join(TIMEOUT)

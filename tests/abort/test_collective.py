@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from ft_wrapper import torch_groups
 from ft_wrapper.protocol.standing import Counted, Stood
 from ft_wrapper.testing import BlockingGroup, blocking_backend
-from ft_wrapper.torch_groups.collective import standing
+from ft_wrapper.torch_groups.abort import abort_all
+from ft_wrapper.torch_groups.collective import current_collective
+from ft_wrapper.torch_groups.release import release_process_groups, wait_for_released_groups
 
 TIMEOUT = 60.0
 
@@ -25,9 +26,9 @@ def group() -> Iterator[BlockingGroup]:
     dist.init_process_group(blocking_backend(passes=1), store=HashStore(), rank=0, world_size=1)
     world: Any = dist.group.WORLD
     yield world
-    torch_groups.abort_all()
-    torch_groups.release_process_groups()
-    assert torch_groups.wait_for_released_groups()
+    abort_all()
+    release_process_groups()
+    assert wait_for_released_groups()
 
 
 def stand_in(blocks: Callable[[], object], at: BlockingGroup) -> tuple[str, Stood]:
@@ -40,8 +41,8 @@ def stand_in(blocks: Callable[[], object], at: BlockingGroup) -> tuple[str, Stoo
     thread = threading.Thread(target=train)
     thread.start()
     assert at.is_blocked.wait(TIMEOUT) and thread.ident is not None
-    place = standing(thread.ident)
-    torch_groups.abort_all()
+    place = current_collective(thread.ident)
+    abort_all()
     thread.join(TIMEOUT)
     assert not thread.is_alive() and place is not None
     return place
@@ -110,7 +111,7 @@ def test_many_groups_are_not_all_told(group: BlockingGroup) -> None:
 
 def test_elsewhere_there_are_only_the_numbers(group: BlockingGroup) -> None:
     dist.barrier()
-    place = standing(threading.get_ident())
+    place = current_collective(threading.get_ident())
     assert place is not None and place[1] == Stood(counts=(Counted("0", 1, 1, True),))
 
 
@@ -118,15 +119,15 @@ def test_a_gloo_group_counts_what_it_sends_too() -> None:
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         dist.all_reduce(torch.ones(1))
-        place = standing(threading.get_ident())
+        place = current_collective(threading.get_ident())
         assert place is not None and place[1].counts == (Counted("0", 1, 1, False),)
     finally:
-        torch_groups.release_process_groups()
-        assert torch_groups.wait_for_released_groups()
+        release_process_groups()
+        assert wait_for_released_groups()
 
 
 def test_a_thread_that_is_gone_is_nowhere() -> None:
     thread = threading.Thread(target=lambda: None)
     thread.start()
     thread.join(TIMEOUT)
-    assert thread.ident is not None and standing(thread.ident) is None
+    assert thread.ident is not None and current_collective(thread.ident) is None

@@ -24,9 +24,10 @@ from support import nccl_standin
 from support.nccl_standin import Communicator, StandInGroup
 from torch._C._distributed_c10d import HashStore
 
-from ft_wrapper import torch_groups
 from ft_wrapper.testing import OnAbort, blocking_backend
 from ft_wrapper.torch_groups import nccl as from_outside
+from ft_wrapper.torch_groups.abort import abort_all
+from ft_wrapper.torch_groups.release import release_process_groups, taking_over_destroy
 from ft_wrapper.torch_groups.sockets import bound_to, shut_down
 
 TIMEOUT = 60.0
@@ -46,9 +47,9 @@ def nccl(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(autouse=True)
 def release() -> Iterator[None]:
-    from_outside.note_entry()
+    from_outside.mark_entry()
     yield
-    torch_groups.release_process_groups(aborted=True)
+    release_process_groups(aborted=True)
 
 
 def make(names: list[str]) -> list[Any]:
@@ -79,7 +80,7 @@ def test_aborts_do_not_sit_out_the_half_second(nccl: ctypes.CDLL, seed: int) -> 
     how = {"beside_others": draw.random() < 0.5, "device_ms": draw.choice([0, 0, 10, 40])}
     groups = make([nccl_standin.register(nccl, **how) for _ in range(draw.randint(1, 8))])
     threading.Event().wait(draw.random() * 0.5)  # wherever their half seconds are
-    torch_groups.abort_all()
+    abort_all()
     assert sat_out(groups) == 0, how
 
 
@@ -87,23 +88,23 @@ def test_without_waking_it_is_sat_out(nccl: ctypes.CDLL, monkeypatch: pytest.Mon
     """So the stand-in is one."""
     monkeypatch.setattr(from_outside, "_PAUSES", ())
     groups = make([nccl_standin.register(nccl)] * 2)
-    torch_groups.abort_all()
+    abort_all()
     assert sat_out(groups) > 0
 
 
 def test_an_abort_that_waits_for_another_does_not_hang(nccl: ctypes.CDLL) -> None:
     depends = blocking_backend(OnAbort.DEPENDS)
     _, standin, _ = make([depends, nccl_standin.register(nccl), depends])
-    assert joined(in_thread(torch_groups.abort_all))
+    assert joined(in_thread(abort_all))
     assert sat_out([standin]) == 0
 
 
 def test_a_communicator_that_goes_on_is_left_alone(nccl: ctypes.CDLL) -> None:
     """One that was there at the entry belongs to somebody else."""
     others = Communicator(nccl)
-    from_outside.note_entry()
+    from_outside.mark_entry()
     groups = make([nccl_standin.register(nccl, device_ms=40)])
-    torch_groups.abort_all()
+    abort_all()
     assert sat_out(groups) == 0 and others.count("accepted") == 0
     assert joined(in_thread(others.destroy))
 
@@ -111,7 +112,7 @@ def test_a_communicator_that_goes_on_is_left_alone(nccl: ctypes.CDLL) -> None:
 @needs_shutdown
 def test_a_destroy_wakes_who_gets_datagrams_and_nobody_else(nccl: ctypes.CDLL) -> None:
     (destroyed,) = make([nccl_standin.register(nccl, device_ms=40)])
-    with torch_groups.taking_over_destroy():
+    with taking_over_destroy():
         lives = Communicator(nccl)
         dist.destroy_process_group()
     assert sat_out([destroyed]) == 0
@@ -127,7 +128,7 @@ def test_where_the_kernel_does_not_tell_the_abort_is_slow(
 
     monkeypatch.setattr(from_outside, "system_call", refuse)
     groups = make([nccl_standin.register(nccl)])
-    torch_groups.abort_all()
+    abort_all()
     assert sat_out(groups) > 0
 
 
@@ -158,9 +159,9 @@ def listening() -> set[int]:
 
 def test_a_communicator_in_the_making_is_left(nccl: ctypes.CDLL) -> None:
     making = Making(nccl)
-    torch_groups.abort_all()
+    abort_all()
     assert making.group.left_with is None  # it might have been elsewhere, and be free by now
-    torch_groups.abort_all()
+    abort_all()
     assert joined(making.thread)
     assert making.group.left_with == (errno.EINVAL, -errno.EINVAL)
 
@@ -202,17 +203,17 @@ def test_nothing_is_shut_down_where_the_kernel_does_not_tell(
         name, value = ("system_call", refuse) if lacks == "syscall" else ("_PPOLL", None)
         patch.setattr(from_outside, name, value)
         for _ in range(2):
-            torch_groups.abort_all()
+            abort_all()
         assert accepts(server) and making.thread.is_alive()
-    torch_groups.abort_all()
+    abort_all()
     assert joined(making.thread)
 
 
 @needs_shutdown
 def test_an_abort_behind_a_destroy_frees_that(nccl: ctypes.CDLL) -> None:
-    with torch_groups.taking_over_destroy():
+    with taking_over_destroy():
         making = Making(nccl, dist.destroy_process_group)
-        assert joined(in_thread(torch_groups.abort_all))
+        assert joined(in_thread(abort_all))
         assert joined(making.thread)
     assert making.group.left_with == (errno.EINVAL, -errno.EINVAL)
 
@@ -235,7 +236,7 @@ def accepts(fd: int) -> bool:
 def test_servers_of_others_go_on(nccl: ctypes.CDLL) -> None:
     with contextlib.ExitStack() as ending:
         servers = {"before": open_by_c(nccl, ending)}
-        from_outside.note_entry()
+        from_outside.mark_entry()
         servers |= {"polled": open_by_c(nccl, ending, is_polled=True), "in an epoll": open_by_c(nccl, ending)}
         epoll = ending.enter_context(select.epoll())
         epoll.register(servers["in an epoll"], select.EPOLLIN)
@@ -246,7 +247,7 @@ def test_servers_of_others_go_on(nccl: ctypes.CDLL) -> None:
         ending.callback(os.close, servers["at all addresses"])
         making = Making(nccl)
         for _ in range(2):
-            torch_groups.abort_all()
+            abort_all()
         assert joined(making.thread)
         assert [name for name, fd in servers.items() if not accepts(fd)] == []
 
@@ -255,5 +256,5 @@ def test_nothing_is_shut_down_where_nobody_is_in_torch(nccl: ctypes.CDLL) -> Non
     with contextlib.ExitStack() as ending:
         server = open_by_c(nccl, ending)
         for _ in range(3):
-            torch_groups.abort_all()
+            abort_all()
         assert accepts(server)

@@ -214,7 +214,7 @@ def locks(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     monkeypatch.setattr(device, "_index", None)
     monkeypatch.setattr(device, "_locks", None)
     yield descriptor
-    device.let_go()
+    device.release_device()
     os.close(descriptor)
 
 

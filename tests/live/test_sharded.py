@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from support.torch_versions import needs_fsdp2_on_cpu
 from torch import nn
 
-from ft_wrapper.torch_groups.caches import forget_old_ranks
+from ft_wrapper.torch_groups.caches import clear_caches
 
 TIMEOUT = 100.0
 NIGHTLY = pytest.mark.nightly("shards that move to other ranks run always, with and without replicas")
@@ -191,7 +191,7 @@ class Iteration:
     def end(self) -> None:
         dist.barrier()
         dist.destroy_process_group()
-        forget_old_ranks()
+        clear_caches()
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

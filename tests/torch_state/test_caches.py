@@ -22,7 +22,8 @@ import torch.distributed as dist
 
 from ft_wrapper import Leak, find_leaks
 from ft_wrapper.torch_groups import caches as _torch_caches
-from ft_wrapper.torch_groups import release_process_groups, tracker
+from ft_wrapper.torch_groups import tracker
+from ft_wrapper.torch_groups.release import release_process_groups
 
 sys.path.append(str(Path(__file__).parents[1]))
 from support.warm_ftrun import run_python
@@ -145,7 +146,7 @@ def _what_is_left(
     release_process_groups(aborted=True)
     if forgets:
         _torch_caches._STEPS = tuple(step for step in _torch_caches._STEPS if step[0] not in left_out)
-        _torch_caches.forget_old_ranks()
+        _torch_caches.clear_caches()
     gc.collect()
     things.enter(1)
     forgets_not = not_forgotten(find_leaks())
@@ -237,7 +238,7 @@ def test_functions_let_go_of_the_default_group_of_their_import() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     before, functional.all_reduce.__defaults__ = functional.all_reduce.__defaults__, (None, dist.group.WORLD)
     try:
-        _torch_caches.forget_old_ranks()
+        _torch_caches.clear_caches()
         assert functional.all_reduce.__defaults__ == (None, None)
     finally:
         functional.all_reduce.__defaults__ = before
@@ -281,7 +282,7 @@ def test_symmetric_memory_and_the_random_number_tracker_are_dropped(
     random = SimpleNamespace(_rng_tracker=object())
     modules("torch.distributed._symmetric_memory", memory)
     modules("torch.distributed.tensor._random", random)
-    _torch_caches.forget_old_ranks()
+    _torch_caches.clear_caches()
     assert tables == [{}, {}] and random._rng_tracker is None
 
 
@@ -296,8 +297,8 @@ def test_what_torch_does_not_let_go_of_is_one_warning_each(
 ) -> None:
     modules("torch.distributed._symmetric_memory", SimpleNamespace())
     modules("torch.distributed.tensor._collective_utils", SimpleNamespace())
-    _torch_caches.forget_old_ranks()
-    _torch_caches.forget_old_ranks()
+    _torch_caches.clear_caches()
+    _torch_caches.clear_caches()
     topologies, memory = (record.getMessage() for record in caplog.records)
     for word in (torch.__version__, "mesh topologies", "docs/usage.md, 'What torch keeps'"):
         assert word in topologies
@@ -309,7 +310,7 @@ def test_an_older_torch_need_not_have_them(
 ) -> None:
     modules("torch.distributed._symmetric_memory", SimpleNamespace())
     monkeypatch.setattr(torch, "__version__", "2.6.0")
-    _torch_caches.forget_old_ranks()
+    _torch_caches.clear_caches()
     assert not caplog.records
 
 
@@ -317,7 +318,7 @@ def test_nothing_is_imported_for_it() -> None:
     code = (
         "import sys, torch.distributed; from ft_wrapper.torch_groups import caches;"
         "before = set(sys.modules);"
-        "caches.forget_old_ranks(); caches.forget_compiled_ranks(1, 4); caches.forget_compiled_ranks(0, 4);"
+        "caches.clear_caches(); caches.reset_compiled_code(1, 4); caches.reset_compiled_code(0, 4);"
         "assert set(sys.modules) == before, set(sys.modules) - before"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300, cwd=ROOT)

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ft_wrapper.torch_groups import caches, release_process_groups
+from ft_wrapper.torch_groups import caches
+from ft_wrapper.torch_groups.release import release_process_groups
 
 
 @pytest.fixture(autouse=True)
@@ -50,9 +51,9 @@ def compiled() -> Iterator[None]:
 
 
 def test_compiled_code_of_the_old_rank_is_dropped(compiled: None) -> None:
-    caches.forget_compiled_ranks(1, 4)
+    caches.reset_compiled_code(1, 4)
     assert asked_as(1) == 41
-    assert caches.forget_compiled_ranks(0, 4)
+    assert caches.reset_compiled_code(0, 4)
     assert asked_as(0) == 40
 
 
@@ -63,16 +64,16 @@ def test_torch_alone_goes_on_as_the_old_rank(compiled: None) -> None:
 
 
 def test_what_a_spare_has_compiled_is_dropped_when_it_enters(compiled: None) -> None:
-    caches.forget_compiled_code_at_entry()
+    caches.reset_compiled_code_at_entry()
     assert asked_as(1) == 41  # in its warm-up, whatever it was there
-    assert caches.forget_compiled_ranks(0, 4)
+    assert caches.reset_compiled_code(0, 4)
     assert asked_as(0) == 40
 
 
 def test_a_rank_that_keeps_its_number_keeps_its_code(compiled: None) -> None:
-    caches.forget_compiled_ranks(1, 4)
+    caches.reset_compiled_code(1, 4)
     assert asked_as(1) == 41
-    assert not caches.forget_compiled_ranks(1, 4)
+    assert not caches.reset_compiled_code(1, 4)
 
 
 # ---- garbage

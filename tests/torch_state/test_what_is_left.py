@@ -20,8 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ft_wrapper
-from ft_wrapper.torch_groups import release_process_groups, tracker, wait_for_released_groups
-from ft_wrapper.torch_groups.caches import forget_old_ranks
+from ft_wrapper.torch_groups import tracker
+from ft_wrapper.torch_groups.caches import clear_caches
+from ft_wrapper.torch_groups.release import release_process_groups, wait_for_released_groups
 from ft_wrapper.torch_groups.tracker import Tracker
 
 
@@ -39,7 +40,7 @@ def things() -> Iterator[Tracker]:
 
 def restart(things: Tracker, iteration: int = 1) -> None:
     release_process_groups(aborted=True)
-    forget_old_ranks()
+    clear_caches()
     gc.collect()
     things.enter(iteration)
 
@@ -181,7 +182,7 @@ def test_what_holds_itself_is_told(things: Tracker) -> None:
         model.own = [model]
         del model
         release_process_groups(aborted=True)
-        forget_old_ranks()  # and no collection
+        clear_caches()  # and no collection
         things.enter(1)
         (left,) = [each for each in ft_wrapper.find_leaks() if not each.within]
         assert left.referrer is None and left.cycle is not None

@@ -672,7 +672,7 @@ def says_in_which_order(rank: Rank) -> Any:
         setattr(owner, name, noted)
 
     note(Call, "_abort", "abort")
-    for owner, name in ((warm_up, "tell_of_cuda"), (Ends, "log_fault"), (Reporter, "ended")):
+    for owner, name in ((warm_up, "announce_cuda"), (Ends, "log_fault"), (Reporter, "ended")):
         note(owner, name, name)
 
     @Wrapper(**{**SETTINGS, "soft_timeout": 2.5})
@@ -688,4 +688,4 @@ def test_nothing_is_written_before_the_abort(job: Job) -> None:
     job.start(2, says_in_which_order)
     for order in job.wait():
         assert order[0] == "abort"
-        assert {"tell_of_cuda", "log_fault", "ended"} <= set(order)
+        assert {"announce_cuda", "log_fault", "ended"} <= set(order)

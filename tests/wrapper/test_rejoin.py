@@ -94,7 +94,7 @@ def makes_its_context(rank: Rank, folder: str, settings: dict[str, Any]) -> Any:
     patches[1].is_built = lambda: True
     patches[2].device_count = lambda: 2
     patches[3].await_early_context = await_it
-    patches[3].tell_of_cuda = lambda store: store.set(keys.CUDA, "2")
+    patches[3].announce_cuda = lambda store: store.set(keys.CUDA, "2")
     return trains(rank, folder, settings)
 
 

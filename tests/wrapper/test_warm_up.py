@@ -414,14 +414,14 @@ def test_a_new_process_makes_its_context_early_if_the_others_use_cuda(
 ) -> None:
     cuda = Cuda(monkeypatch)
     assert cuda.make() == []
-    _warm_up.tell_of_cuda(cuda.store)
+    _warm_up.announce_cuda(cuda.store)
     assert cuda.make() == ["cuda:3"]
 
 
 def test_without_cuda_no_one_tells_of_it_or_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = Cuda(monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    _warm_up.tell_of_cuda(cuda.store)
+    _warm_up.announce_cuda(cuda.store)
     assert cuda.store.num_keys() == 0
     assert cuda.make(incarnation=0) == []  # one of the job's first processes
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
@@ -434,7 +434,7 @@ def test_a_process_whose_device_is_not_known_waits_for_the_function(
     monkeypatch: pytest.MonkeyPatch, sees: int, local_rank: str
 ) -> None:
     cuda = Cuda(monkeypatch)
-    _warm_up.tell_of_cuda(cuda.store)
+    _warm_up.announce_cuda(cuda.store)
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: sees)
     assert cuda.make() == []
@@ -444,7 +444,7 @@ def test_a_context_that_cannot_be_made_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     cuda = Cuda(monkeypatch)
-    _warm_up.tell_of_cuda(cuda.store)
+    _warm_up.announce_cuda(cuda.store)
 
     def fails(size: object, device: str) -> None:
         raise RuntimeError("CUDA error: out of memory")

@@ -29,7 +29,7 @@ LIMITS = {"soft_timeout": 2.0, "hard_timeout": 4.0, "heartbeat_timeout": 10.0, "
 #: What is replaced by a function that does not return, though it is none of the user's.
 REPLACED = {
     "the group that is kept": "ft_wrapper.torch_groups.kept.KeptGroup.close",
-    "compiled code": "ft_wrapper.torch_groups.caches.forget_compiled_ranks",
+    "compiled code": "ft_wrapper.torch_groups.caches.reset_compiled_code",
     "aborted sockets": "ft_wrapper.restart.call.close_aborted_sockets",
     "the cache of the device": "torch.cuda.empty_cache",
     "the device": "ft_wrapper.torch_groups.device.take_device",

@@ -20,7 +20,7 @@ def test_only_the_first_512_ranks_say_where_they_stood(
     agreement = mock.Mock()
     monkeypatch.setattr(call, "Agreement", lambda client: agreement)
     agreement.ends.finished_in.return_value = []
-    monkeypatch.setattr(call.warm_up, "tell_of_cuda", lambda client: None)
+    monkeypatch.setattr(call.warm_up, "announce_cuda", lambda client: None)
     monkeypatch.setattr(call.dataclasses, "replace", lambda fault, stood: fault)
     this = mock.Mock()
     this.state.rank = rank
