@@ -30,18 +30,18 @@ _OF_RANKS = {"register": {"slot", "incarnation"}, "decided": {"iteration"}, "fau
 _NEEDED_BY = {**_OF_RANKS, "rank_started": {"child"}, "rank_ended": {"child"}, "restarted": {"line"}}
 
 
-def are_wanted() -> bool:
+def are_enabled() -> bool:
     """Whether events are written."""
     return bool(os.environ.get(ENV))
 
 
 def check() -> None:
-    """Checks that events can be written, if they are wanted.
+    """Checks that events can be written, if they are written.
 
     Raises:
         OSError: they cannot; names the variable, and says what to do.
     """
-    if are_wanted():
+    if are_enabled():
         check_own_file(ENV, os.environ[ENV])
 
 

@@ -72,9 +72,7 @@ class State:
         """
         missing = [name for name in ("RANK", "WORLD_SIZE") if name not in os.environ]
         if len(missing) == 1:
-            raise ValueError(
-                f"environment variable {missing[0]} is not set, though its companion is; {_LAUNCH}"
-            )
+            raise ValueError(f"variable {missing[0]} is not set, though its companion is; {_LAUNCH}")
         world_size = int_from_env("WORLD_SIZE", 1, MOST_RANKS, _LAUNCH) or 1
         why = f"because WORLD_SIZE={world_size}; {_LAUNCH}"
         return cls(rank=int_from_env("RANK", 0, world_size - 1, why) or 0, world_size=world_size)

@@ -292,7 +292,7 @@ class RankMonitor:
     def _tell_step(self, now: float) -> None:
         """Notes which step is on, once a second: not in the rank's process, which has other things to do."""
         view, memory = self.view, self.memory
-        if now - self._step_told_at < _STEP_EVERY or view is None or not events.are_wanted():
+        if now - self._step_told_at < _STEP_EVERY or view is None or not events.are_enabled():
             return
         n, step = memory.iteration, memory.told_step()
         if not step or step == self._step_told or memory.iteration != n or view.n != n:

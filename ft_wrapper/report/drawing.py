@@ -5,7 +5,7 @@ from xml.etree.ElementTree import Element, SubElement
 
 from .._text import duration
 from .look import LOOKS, SHAPE_TITLES, SHAPES, clean, moment, per_cent, shape_of, shortened, ticks
-from .timeline import STATES, Line, Mark, State, Timeline
+from .timeline import STATES, Activity, Line, Mark, Timeline
 
 _SVG = "http://www.w3.org/2000/svg"
 _TITLES = {state.name: state.title for state in STATES}
@@ -68,7 +68,7 @@ def draw_swatch(name: str) -> Element:
     return svg
 
 
-def draw_bar(shares: Iterable[tuple[State, float]]) -> Element:
+def draw_bar(shares: Iterable[tuple[Activity, float]]) -> Element:
     """All time as one bar.
 
     Args:

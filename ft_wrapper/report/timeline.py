@@ -25,7 +25,7 @@ _LEAST = 1 / 256  # a smaller share is not seen
 
 
 @dataclasses.dataclass(frozen=True)
-class State:
+class Activity:
     """What a rank does, as the pictures tell it: some buckets of `goodput` that belong together.
 
     Args:
@@ -41,16 +41,16 @@ class State:
 
 _RESTART = ("told", "abort", "leave", "arrive", "decide", "enter")
 STATES = (
-    State("new", "new steps", ("useful_steps",)),
-    State("untold", "training, steps unknown", ("steps_unknown",)),
-    State("again", "steps done again, or cut short", ("wasted_progress",)),
-    State("start", "starting and loading", ("initialization", "training_prep")),
-    State("hang", "hanging, not noticed yet", ("detection",)),
-    State("restart", "restarting", tuple(f"recovery_{phase}" for phase in _RESTART)),
-    State("waiting", "waiting for ranks or nodes", ("waiting",)),
-    State("spare", "idle spare", ("idle_spare",)),
-    State("gone", "gone", ("gone",)),
-    State("over", "after the call, or between two", ("after_end", "other")),
+    Activity("new", "new steps", ("useful_steps",)),
+    Activity("untold", "training, steps unknown", ("steps_unknown",)),
+    Activity("again", "steps done again, or cut short", ("wasted_progress",)),
+    Activity("start", "starting and loading", ("initialization", "training_prep")),
+    Activity("hang", "hanging, not noticed yet", ("detection",)),
+    Activity("restart", "restarting", tuple(f"recovery_{phase}" for phase in _RESTART)),
+    Activity("waiting", "waiting for ranks or nodes", ("waiting",)),
+    Activity("spare", "idle spare", ("idle_spare",)),
+    Activity("gone", "gone", ("gone",)),
+    Activity("over", "after the call, or between two", ("after_end", "other")),
 )
 STATE_OF = {bucket: state for state in STATES for bucket in state.buckets}
 _IN_FUNCTION = ("useful_steps", "steps_unknown", "wasted_progress", "training_prep", "detection")
@@ -152,7 +152,7 @@ class Timeline:
         return len(self.lines) < self.ranks
 
 
-def shares_of(time: Goodput) -> list[tuple[State, float]]:
+def shares_of(time: Goodput) -> list[tuple[Activity, float]]:
     """The states that there were, and their shares of the time, from 0 to 1."""
     shares = [(state, sum(map(time.share, state.buckets))) for state in STATES]
     return [(state, share) for state, share in shares if share > 0]

@@ -38,17 +38,17 @@ class KeptGroup:
     """This process's default process group, over the iterations of a call.
 
     Args:
-        wanted: whether it is to be kept; else it is made in each iteration.
+        enabled: whether it is to be kept; else it is made in each iteration.
 
     Attributes:
         group: the kept one; None if there is none.
     """
 
-    def __init__(self, wanted: bool) -> None:
+    def __init__(self, enabled: bool) -> None:
         self.group: Any = None
-        self._wanted = wanted
+        self._enabled = enabled
         self._switch: _Switch | None = None  # torch's C++ does not keep the Python half of it
-        self._asked: tuple[str, dict[str, Any]] | None = None
+        self._arguments: tuple[str, dict[str, Any]] | None = None
 
     def enter(
         self, backend: str, options: dict[str, Any], *, n: int, rank: int, size: int, store: StoreMixin
@@ -84,10 +84,10 @@ class KeptGroup:
                 "used, and is not kept over a restart"
             )
             return dist.group.WORLD
-        if self.group is not None and self._asked != (backend, options):
+        if self.group is not None and self._arguments != (backend, options):
             raise TypeError(
-                f"process_group({backend!r}, {options}): the kept group was made with {self._asked}; ask for "
-                "the same in each iteration"
+                f"process_group({backend!r}, {options}): the kept group was made with {self._arguments}; "
+                "ask for the same in each iteration"
             )
         if self.group is None and not self._make(backend, options, rank, size, store):
             dist.init_process_group(backend, **options)
@@ -105,7 +105,7 @@ class KeptGroup:
 
     def _make(self, backend: str, options: dict[str, Any], rank: int, size: int, store: StoreMixin) -> bool:
         """Makes it, without peers so far; whether it can be kept."""
-        if not self._wanted:
+        if not self._enabled:
             return False
         if not hasattr(_dist, "_reconfigure"):
             self._give_up(f"torch {torch.__version__} cannot give a group new peers; 2.15 can")
@@ -118,11 +118,11 @@ class KeptGroup:
             dist.destroy_process_group()
             self._give_up(f"backend {backend!r} cannot be given new peers")
             return False
-        self.group, self._asked = dist.group.WORLD, (backend, options)
+        self.group, self._arguments = dist.group.WORLD, (backend, options)
         return True
 
     def _give_up(self, why: str) -> None:
-        self._wanted = False
+        self._enabled = False
         log.warning("keep_groups: process groups are made again in each iteration: %s", why)
 
     def _meet(self, n: int, rank: int, size: int, store: StoreMixin) -> None:

@@ -87,14 +87,14 @@ def make_context_early(store: Operations, incarnation: int) -> None:
         incarnation: how many processes had the slot before.
     """
     is_built = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
-    told = read(store, keys.CUDA) if incarnation and is_built else None
+    count = read(store, keys.CUDA) if incarnation and is_built else None
 
     def make() -> None:
         device = os.environ.get("LOCAL_RANK", "")
-        if str(torch.cuda.device_count()) == told and device.isdecimal() and int(device) < int(told):
+        if str(torch.cuda.device_count()) == count and device.isdecimal() and int(device) < int(count):
             torch.zeros((), device=f"cuda:{device}")
 
-    if told is not None:
+    if count is not None:
         _early.append(in_background("making the device's context early", make))
 
 
