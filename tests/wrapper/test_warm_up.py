@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -382,6 +383,31 @@ def test_nccls_failure_is_logged_once_and_the_spare_waits(
     assert reduced == ["1 on cuda"]
     [record] = caplog.records
     assert "warming torch failed: this spare waits all the same" in record.message
+
+
+def test_what_comes_after_the_imports_waits_for_a_thread_that_starts_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A thread may have started, and still not have come to its first line."""
+    order: list[str] = []
+    late: list[threading.Thread] = []
+
+    class Begun(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            late.pop().start()
+            return super().wait(TIMEOUT)
+
+    def put_off(what: str, work: Callable[[], object]) -> None:
+        late.append(threading.Thread(target=work, daemon=True))
+
+    monkeypatch.setattr(_warm_up, "_imports_begun", Begun())
+    monkeypatch.setattr(_warm_up, "_imports_through", threading.Event())
+    monkeypatch.setattr(_warm_up, "in_background", put_off)
+    monkeypatch.setattr(_warm_up, "import_lazy_modules", lambda: order.append("imports"))
+    monkeypatch.setattr(_warm_up, "_train", lambda: order.append("train"))
+    monkeypatch.setattr(_warm_up, "_done", [])
+    _warm_up.warm_up(None, lambda: False)
+    assert order == ["imports", "train"]
 
 
 # ---- a process in place of a lost one
