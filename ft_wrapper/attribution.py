@@ -1,4 +1,4 @@
-"""Who was interrupted, and by what."""
+"""The kinds of interruption, in the order of blame."""
 
 import dataclasses
 import enum

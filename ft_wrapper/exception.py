@@ -1,4 +1,4 @@
-"""Every error that a user can meet, and how one is said in a line."""
+"""Every error that a user can meet."""
 
 from ._text import IN_LINE, IN_STORE, cut, without_secrets
 

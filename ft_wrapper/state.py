@@ -1,4 +1,4 @@
-"""What a rank knows about itself: its ranks, its world and its iteration."""
+"""The state of a rank: its places in the world, its iteration."""
 
 import dataclasses
 import enum

@@ -1,4 +1,4 @@
-"""What this process keeps of an iteration beyond its process groups, and must not: torch's caches, garbage.
+"""Torch's caches, which keep what belongs to an iteration that is over; garbage with them.
 
 Several caches of torch do not know that ranks can move. DTensor's are keyed by a mesh's layout: after a
 restart operations go on with the old mesh, whose coordinate is another rank's, and give that rank's rows

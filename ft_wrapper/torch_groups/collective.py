@@ -1,4 +1,4 @@
-"""Where a thread stands in ``torch.distributed``: in which operation, and how many each group has begun.
+"""The operation of ``torch.distributed`` that a thread is in, with the number of those each group has begun.
 
 The operation is in the thread's stack. The numbers are torch's own, which each group keeps to match its
 collectives. Flight Recorder would say the same and more; but it has to be switched on before the groups are

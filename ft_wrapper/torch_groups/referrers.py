@@ -1,4 +1,4 @@
-"""What refers to an object: a walk forward from the globals of modules, from frames and from threads.
+"""What refers to an object: a walk forward from the globals of modules, from frames, from threads.
 
 The collector's own way back, ``gc.get_referrers``, finds neither ``{"dp": group}`` nor ``(group,)``: the
 collector does not track containers that hold only what C++ has made. Nor does it look at what was frozen.
