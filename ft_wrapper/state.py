@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from .settings import MOST_RANKS, Limits, int_from_env
+from .environment import MOST_RANKS, int_from_env
+from .settings import Limits
 
 if TYPE_CHECKING:
     from .protocol.by_hand import ByHand

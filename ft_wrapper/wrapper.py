@@ -17,6 +17,7 @@ import torch
 from . import check
 from .attribution import InterruptionRecord, by_blame
 from .check.findings import WATCHDOG
+from .environment import ACTIVE_WORLD_SIZE_ENV, formation_size, launched_active_world_size
 from .exception import Drained, RestartAbort
 from .monitor import identity
 from .monitor.frames import drop_own_frames
@@ -24,7 +25,7 @@ from .monitor.shared_memory import RankMemory
 from .protocol.membership import Membership
 from .restart import Settings, check_together, default_assignment, name_of
 from .restart.call import Call
-from .settings import ACTIVE_WORLD_SIZE_ENV, MOST_RANKS, Limits, about, formation_size, int_from_env
+from .settings import Limits, about
 from .state import FrozenState, Mode, State
 from .store import PrefixStore
 from .store.held import HoldingStore
@@ -237,7 +238,7 @@ class Wrapper:
             setattr(self, name, setting.as_passed(getattr(settings, name)))
         active = settings.active_world_size
         if active is None and settings.rank_assignment is None:
-            active = _launched_active_world_size()
+            active = launched_active_world_size()
         self.rank_assignment = settings.rank_assignment or default_assignment(active)
         self.settings = dataclasses.replace(
             settings, active_world_size=active, rank_assignment=self.rank_assignment
@@ -314,7 +315,7 @@ class Wrapper:
 
     def _say_who_wins(self, state: State) -> None:
         """What the code says goes before what ``ftrun`` was told; one rank says so, if that differs."""
-        launched = _launched_active_world_size()
+        launched = launched_active_world_size()
         if state.rank != 0 or launched in (None, self.settings.active_world_size):
             return
         given = self.active_world_size
@@ -338,16 +339,6 @@ def _documented() -> tuple[str, inspect.Signature]:
 
 
 Wrapper.__doc__, Wrapper.__signature__ = _documented()
-
-
-def _launched_active_world_size() -> int | None:
-    """How many ranks are to be active as far as ``ftrun`` knows.
-
-    Raises:
-        ValueError: the variable is no number of at least 1.
-    """
-    way_out = "ftrun sets it by --active-world-size and --spare-nodes; remove it otherwise"
-    return int_from_env(ACTIVE_WORLD_SIZE_ENV, 1, MOST_RANKS, way_out)
 
 
 def _begins_job(call: Call) -> bool:

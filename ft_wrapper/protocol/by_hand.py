@@ -8,7 +8,6 @@ A *rank* here is the rank at the start of the job, the slot: it stays when other
 """
 
 import dataclasses
-import os
 from datetime import timedelta
 
 from ..exception import RankDiscarded, RestartError, TimeoutError
@@ -32,6 +31,8 @@ class ByHand(Operations):
     that was left out acts for none.
     """
 
+    launched_rank = ""
+    """The environment's ``RANK``."""
     membership: Membership | None = None
     """Of the member that this client acts for."""
     _observer: HeartbeatObserver | None = None
@@ -345,7 +346,7 @@ class ByHand(Operations):
             raise RestartError("the wrapper has joined the job; a wrapped function cannot do so again")
         if rank is not None:
             return rank
-        text = os.environ.get("RANK", "")
+        text = self.launched_rank
         if not text.isdecimal():
             raise ValueError(f"pass rank=, or set the environment variable RANK, which is {text!r}")
         return int(text)

@@ -4,16 +4,12 @@ A node's slots outlive it: the node that takes its seat later has the same slots
 them are looked up first (`holders`), and the deaths of exactly these are reported.
 """
 
-import logging
-import time
 from collections.abc import Iterable, Iterator, Mapping
 
 from ..attribution import Interruption
 from . import Agreement, keys
 from .records import Fault, Member, View
 from .waiting import Moment, looks
-
-log = logging.getLogger(__name__)
 
 #: Seconds after which a report gives up, if every next iteration still lists the dead.
 TIMEOUT = 120.0
@@ -76,8 +72,6 @@ def report_deaths(
         if not kept:
             return
         if not _await_move(agreement, n, view, deadline):
-            names = ", ".join(member.name for member in sorted(kept))
-            log.info("no iteration followed without %s, which ended", names)
             return
 
 
@@ -94,7 +88,7 @@ def report_lost(agreement: Agreement, lost: Mapping[Member, str], *, returns: bo
     """
     if not lost:
         return
-    joining, now = agreement.joining, time.time()
+    joining, now = agreement.joining, agreement.store.wall_clock()
     faults = {
         member: joining.record_of(member).fault(member, None, Interruption.TERMINATED, why, now)
         for member, why in lost.items()

@@ -13,10 +13,8 @@ progress and may be wrong at any time without harm:
 """
 
 import dataclasses
-import logging
 from collections.abc import Callable, Iterable, Sequence
 
-from .. import events
 from ..exception import StoreError, TimeoutError
 from . import history, keys, operations, records
 from .ends import Ends
@@ -27,8 +25,6 @@ from .records import DONE, FAULT, ArrivalEntry, Decision, Head, Member, MemberRe
 from .seal import forged
 from .silence import HeartbeatObserver, Heartbeats
 from .waiting import FIRST_LOOK, LOOKS_BETWEEN_CALLS, is_checker, looks, stagger
-
-log = logging.getLogger(__name__)
 
 _SAY_MISSING_AFTER = 1.0  # seconds
 
@@ -276,11 +272,8 @@ class GlobalIteration:
             awaited: members that live, and have not made the call.
         """
         slots = sorted(member.slot for member in awaited)
-        log.warning(
-            "call %d waits for slots %s: their processes live and have not called the wrapped function again",
-            view.call + 1,
-            slots,
-        )
+        alive = "their processes live and have not called the wrapped function again"
+        self.store.warn(f"call {view.call + 1} waits for slots {slots}: {alive}")
 
     def arrived_and_missing(self, view: View) -> tuple[set[Member], list[Member]]:
         """Of the members that live, as far as is known: who has left an ended iteration, and who has not."""
@@ -329,7 +322,7 @@ class GlobalIteration:
                 Wake(keys.wake_head(proposal.n), str(proposal)),
             ]
         )
-        events.emit("decide", iteration=decision.n)
+        self.store.emit("decide", iteration=decision.n)
         return Proposed(decision, proposal, stands == str(proposal))
 
     def _read_ahead(self, likely_head: str | None) -> tuple[Head | None, Decision | None]:

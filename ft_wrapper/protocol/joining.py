@@ -10,7 +10,6 @@ import json
 import math
 from collections.abc import Iterable
 
-from .. import events
 from ..attribution import Interruption
 from ..exception import StoreError, TimeoutError
 from ..settings import Limits, OnJoin
@@ -350,7 +349,7 @@ class _Attempt:
         # The older one's death first: a proposal that lets this one in must not keep that one.
         counts = self.joining.supersede(self.view, self.member)
         self._iterations.ask_to_join(self.view.n, self.member, self.call)
-        events.emit("join", iteration=self.view.n, slot=self.member.slot)
+        self._store.emit("join", iteration=self.view.n, slot=self.member.slot)
         if counts:
             self._iterations.count_deaths(self.view)
 

@@ -2,12 +2,10 @@
 
 import contextlib
 import dataclasses
-import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
-from .. import events, exception
+from .. import exception
 from ..attribution import Interruption, out_of_memory
 from ..exception import (
     Excluded,
@@ -26,35 +24,7 @@ from .global_iteration import Proposed
 from .joining import Entry
 from .records import FAULT, Decision, Fault, Member, MemberRecord, View
 
-if TYPE_CHECKING:
-    from ..monitor.line import MonitorLine
-
-log = logging.getLogger(__name__)
-
 _A_DAY = 86400.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Remembered:
-    """What a process remembers of its last wrapped call, for the next one on the same store.
-
-    Args:
-        call: number of the next call; the last one's number if this process left that with an error.
-        member: who it was; None if the call had completed before it came.
-        view: the iteration that ended well, in which it had
-        rank: this rank, of
-        world_size: so many.
-        monitor: keeps watch between the two calls; to be closed once another one has joined.
-        has_failed: whether this process left the last call with an error, so that it joins that call again.
-    """
-
-    call: int
-    member: Member | None = None
-    view: View | None = None
-    rank: int = 0
-    world_size: int = 0
-    monitor: "MonitorLine | None" = None
-    has_failed: bool = False
 
 
 @dataclasses.dataclass(eq=False)
@@ -70,9 +40,10 @@ class Membership:
         terms: function and settings of the call, which must be the same on all ranks.
         on_member: told whenever this process takes another incarnation of its slot, before it joins with it.
         on_missing: told for whom a restart waits, and for how many seconds it has waited already.
-        record: what others know of this process.
+        heart: the heart that beats for this process as for others; None if it has one of its own.
 
     Attributes:
+        record: what others know of this process.
         ended_job: what has ended the job, on all ranks; None if it goes on.
         left_by: kind and place of the exception by which this member leaves; empty if it is not counted.
     """
@@ -85,12 +56,16 @@ class Membership:
     terms: dict[str, object] = dataclasses.field(default_factory=dict)
     on_member: Callable[[Member], None] | None = None
     on_missing: Callable[[Sequence[Member], float], None] | None = None
-    record: MemberRecord = dataclasses.field(default_factory=MemberRecord.here)
+    heart: str | None = None
+    record: MemberRecord = dataclasses.field(init=False)
     member: Member = dataclasses.field(init=False)
     view: View = dataclasses.field(init=False)
     ended_job: str | None = dataclasses.field(default=None, init=False)
     left_by: str = dataclasses.field(default="", init=False)
     _was_completed_late: bool = dataclasses.field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.record = MemberRecord(*self.agreement.store.host_and_pid(), self.heart)
 
     def register(self) -> None:
         """Takes the slot: this process is its next incarnation.
@@ -264,8 +239,8 @@ class Membership:
                 timeout=self.limits.barrier_timeout,
                 returns=returns,
             )
-        except RestartError:
-            log.exception("the others could not be told that slot %d leaves", self.slot)
+        except RestartError as error:
+            self._warn(f"the others go on without knowing that slot {self.slot} has left: {error}")
 
     def _note_end(self, by_other: str | None) -> None:
         """Anyone who starts processes again looks here whether that is of any use."""
@@ -274,10 +249,8 @@ class Membership:
 
     def await_others(self) -> None:
         """Waits until the others have gone on from the iteration that this member has left for good."""
-        try:
+        with contextlib.suppress(RestartError):  # the store is gone
             await_others(self.agreement, self.view, self.limits.barrier_timeout)
-        except RestartError:
-            log.debug("the store is gone", exc_info=True)
 
     def await_completion(self, active_rank: int | None, active_world_size: int) -> str:
         """Waits for the end of the iteration; says before, on an active rank, that the function returned.
@@ -313,7 +286,7 @@ class Membership:
         late = f"ranks {missing} did not finish within completion_timeout={patience:g} s"
         if missing and self._was_completed_late:
             # A restart has not helped: they have more to do than others, and would have again.
-            log.warning("%s; waiting for them, since a restart has not helped", late)
+            self._warn(f"{late}; waiting for them, since a restart has not helped")
         elif missing:
             self._was_completed_late = True
             self.publish(active_rank, RestartError(late))
@@ -328,10 +301,6 @@ class Membership:
                 return FAULT if head is not None and head.n > self.view.n else None
             return outcome
         return None
-
-    def remember(self, rank: int, world_size: int) -> Remembered:
-        """What the next wrapped call on the same store has to know."""
-        return Remembered(self.call + 1, self.member, self.view, rank, world_size)
 
     def say_goodbye(self) -> None:
         """This process needs the store no more."""
@@ -372,7 +341,7 @@ class Membership:
             if self.agreement.store.now() >= until:
                 late = f"did not get in within {within:g} s: the others went on too fast"
                 raise TimeoutError(f"{self.member.name} {late}")
-            log.warning("%s was passed over for too long, and joins again", self.member.name)
+            self._warn(f"{self.member.name} was passed over for too long, and joins again")
             asked = None
             self.register()
 
@@ -399,7 +368,7 @@ class Membership:
         """
         member = {"slot": self.slot, "incarnation": self.member.incarnation}
         view = {"iteration": self.view.n, "call": self.view.call, "nonce": self.view.nonce}
-        events.emit(event, **view, **member, **fields)
+        self.agreement.store.emit(event, **view, **member, **fields)
 
     def _withdraw(self, error: BaseException) -> None:
         """This process gives up before it is in: no one shall wait for it."""
@@ -419,8 +388,8 @@ class Membership:
                     return
             timeout = self.limits.barrier_timeout if may_be_in else 0.0
             report_deaths(self.agreement, None, {self.member: fault}, active=True, timeout=timeout)
-        except Exception:  # the error that counts is on its way
-            log.debug("the store is gone", exc_info=True)
+        except Exception:
+            pass  # the error that counts is on its way
 
     def _refused(self) -> RankDiscarded:
         return RankDiscarded(
@@ -452,6 +421,9 @@ class Membership:
             f"{own.pid} on {own.host}: no slot can be held by two processes, so make sure that each RANK is "
             "started once"
         )
+
+    def _warn(self, message: str) -> None:
+        self.agreement.store.warn(message)
 
     def fault(self, rank: int | None, interruption: Interruption, message: str) -> Fault:
         """A fault of this member."""

@@ -1,15 +1,12 @@
 """Watching the next members in the ring, so that a lost host or network is noticed."""
 
 import enum
-import logging
 from collections.abc import Collection, Iterator
 
 from ..attribution import Interruption
 from . import Agreement, keys
 from .records import FAULT, Fault, Head, Member, View
 from .silence import HeartbeatObserver
-
-log = logging.getLogger(__name__)
 
 _SOON = 8  # the part of the timeout for which a heart may stand still before those behind it are looked at
 _AHEAD = 8  # times as many as stand still are looked at behind them, that were not looked at before
@@ -190,7 +187,7 @@ class NeighbourWatch:
         if active:
             self._ended = view.head
         for peer in active:
-            log.warning("slot %d has sent no heartbeat for %g s: evicted", peer.slot, self._timeout)
+            self._warn(f"slot {peer.slot}", "evicted")
             self._agreement.ends.log_fault(view.n, self._fault_of(peer, watcher))
         if active or outcome is not None:
             # Also when it has ended already: its ender may have been lost before waking the others.
@@ -206,13 +203,12 @@ class NeighbourWatch:
         for peer in sorted(silent - known):
             if not self._agreement.entering.may_be_active(view.n, peer):
                 known.add(peer)
-                log.warning(
-                    "slot %d, a spare, has sent no heartbeat for %g s: the next restart goes on without it",
-                    peer.slot,
-                    self._timeout,
-                )
+                self._warn(f"slot {peer.slot}, a spare,", "the next restart goes on without it")
                 self._agreement.ends.log_fault(view.n, self._fault_of(peer, watcher))
         return silent & known
+
+    def _warn(self, who: str, what_follows: str) -> None:
+        self._agreement.store.warn(f"{who} has sent no heartbeat for {self._timeout:g} s: {what_follows}")
 
     def _fault_of(self, peer: Member, watcher: Member) -> Fault:
         message = f"sent no heartbeat for {self._timeout:g} s, says slot {watcher.slot}"

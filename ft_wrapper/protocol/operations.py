@@ -1,7 +1,7 @@
 """What the protocol asks of a store: steps, which a store makes of torch's operations or in a better way."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Self
 
@@ -141,7 +141,10 @@ def sealed(step: Step, seal: Seal) -> Step:
 
 
 class Operations:
-    """What the protocol asks of a store; `StoreMixin` makes it of torch's operations."""
+    """What the protocol asks of a store, and of the process that it is a client of: clocks, names, a log.
+
+    `StoreMixin` makes it of torch's operations.
+    """
 
     patience: float
     """Seconds for which an operation is tried again when the store cannot be reached; 0: it is not."""
@@ -149,6 +152,11 @@ class Operations:
     """Names that no other proposal has."""
     seal: Seal | None = None
     """Seals what steps write, and opens what they read; torch's operations go as they are. None: nothing."""
+
+    emit: Callable[..., None]
+    """Writes an event, by its name and with fields; see `ft_wrapper.events`."""
+    warn: Callable[[str], None]
+    """Logs a line for people."""
 
     def execute(self, steps: Sequence[Step]) -> list[str | None]:
         """Carries out several operations: one after the other, or all at once where a store can.
@@ -207,6 +215,10 @@ class Operations:
 
     def wall_clock(self) -> float:
         """Seconds since the epoch, which the clocks of several hosts agree on, more or less."""
+        raise NotImplementedError
+
+    def host_and_pid(self) -> tuple[str, int]:
+        """Where this process runs, and which one it is."""
         raise NotImplementedError
 
     def is_over(self) -> bool:

@@ -166,4 +166,4 @@ def first_decision(
 
 def next_call(view: View, outcome: str) -> int:
     """The call that the iteration after an ended one belongs to."""
-    return view.call + (outcome == DONE)
+    return view.decision.call + (outcome == DONE)

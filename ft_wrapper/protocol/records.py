@@ -5,8 +5,6 @@ What cannot be read is a `StoreError` that names the key.
 
 import dataclasses
 import json
-import os
-import socket
 from collections.abc import Iterable
 
 from ..attribution import Interruption, InterruptionRecord
@@ -99,11 +97,6 @@ class MemberRecord(Record):
     heart: str | None = None
     gave_up: bool = False
     ended_by: str | None = None
-
-    @classmethod
-    def here(cls) -> "MemberRecord":
-        """That of this process."""
-        return cls(socket.gethostname(), os.getpid())
 
     def fault(
         self, member: Member, rank: int | None, interruption: Interruption, message: str, at: float = 0.0
@@ -276,7 +269,7 @@ class View(Record):
     @property
     def is_first(self) -> bool:
         """Whether it is the first iteration of its call."""
-        return self.n == self.decision.first
+        return self.decision.n == self.decision.first
 
     @property
     def head(self) -> Head:

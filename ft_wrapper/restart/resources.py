@@ -20,16 +20,17 @@ from ..abort import (
     wait_for_released_groups,
 )
 from ..attribution import Interruption
+from ..environment import formation_size
 from ..exception import Excluded, StoreError
 from ..log_lines import note_slot
 from ..monitor import beside, frames, identity, interrupt, shared_memory, threads
 from ..monitor.line import MonitorLine, ask_agent
 from ..monitor.signals import KeptSignals
 from ..protocol import Agreement
-from ..protocol.membership import Membership, Remembered
-from ..protocol.records import FAULT, Member
+from ..protocol.membership import Membership
+from ..protocol.records import FAULT, Member, View
 from ..rank_assignment import RankDiscarded
-from ..settings import Limits, formation_size
+from ..settings import Limits
 from ..state import State
 from ..store import StoreMixin, StorePlan, TCPStore
 from ..store.address import is_this_host, own_address
@@ -41,6 +42,30 @@ from .exit_watch import ExitWatch
 from .report import waiting_line
 
 log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Remembered:
+    """What a process remembers of its last wrapped call, for the next one on the same store.
+
+    Args:
+        call: number of the next call; the last one's number if this process left that with an error.
+        member: who it was; None if the call had completed before it came.
+        view: the iteration that ended well, in which it had
+        rank: this rank, of
+        world_size: so many.
+        monitor: keeps watch between the two calls; to be closed once another one has joined.
+        has_failed: whether this process left the last call with an error, so that it joins that call again.
+    """
+
+    call: int
+    member: Member | None = None
+    view: View | None = None
+    rank: int = 0
+    world_size: int = 0
+    monitor: MonitorLine | None = None
+    has_failed: bool = False
+
 
 _FILES_OF_A_CALL = 18  # with what its monitor, if that is a process, opens for itself
 # What this process knows of its last wrapped call, by store.
@@ -175,10 +200,17 @@ class Resources:
             interval = limits.progress_watchdog_interval
             owned.callback(threads.ProgressWatchdog(self.memory, interval, is_main_thread).stop)
             terms = {"function": cut(function_name, IN_LINE), "formation_size": size, **settings.shared}
-            self.member = Membership(Agreement(store), slot, slots, limits, remembered.call, terms)
-            self.member.record = dataclasses.replace(self.member.record, heart=self.monitor.heart)
-            self.member.on_member = self._registered
-            self.member.on_missing = self._say_who_is_missing
+            self.member = Membership(
+                Agreement(store),
+                slot,
+                slots,
+                limits,
+                remembered.call,
+                terms,
+                self._registered,
+                self._say_who_is_missing,
+                self.monitor.heart,
+            )
             owned.callback(self._say_goodbye)  # once the monitor thread is through with the store
             self.client = self._clients[1]
             self.thread = threads.MonitorThread(
@@ -215,11 +247,10 @@ class Resources:
     def remember(self, state: State) -> None:
         """Notes what the next wrapped call on this store has to know."""
         self.progress.has_completed = True
+        member, last = self.member, Remembered(self.member.call + 1)
         if self.progress.is_in_time:
-            assert state.rank is not None
-            _remembered[self.plan.description] = self.member.remember(state.rank, state.world_size)
-        else:
-            _remembered[self.plan.description] = Remembered(self.member.call + 1)
+            last = Remembered(last.call, member.member, member.view, state.rank or 0, state.world_size)
+        _remembered[self.plan.description] = last
 
     # Making it -------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
 from .._text import without_secrets
-from ..settings import int_from_env
+from ..environment import int_from_env
 
 ETCD_SCHEME = "etcd"
 DEFAULT_PREFIX = "ft_wrapper"

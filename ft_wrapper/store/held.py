@@ -1,6 +1,9 @@
 """What every store makes of torch's operations; the stores that hold another one."""
 
+import logging
+import os
 import secrets
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -11,6 +14,7 @@ from torch._C._distributed_c10d import PrefixStore as TorchPrefixStore
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistStoreError
 
+from .. import events
 from ..exception import RankShouldRestart
 from ..protocol import keys as names
 from ..protocol import operations
@@ -130,6 +134,16 @@ class StoreMixin(Barriers, ByHand):
 
     def wall_clock(self) -> float:
         return time.time()
+
+    def host_and_pid(self) -> tuple[str, int]:
+        return socket.gethostname(), os.getpid()
+
+    @property
+    def launched_rank(self) -> str:  # type: ignore[override]
+        return os.environ.get("RANK", "")
+
+    emit = staticmethod(events.emit)
+    warn = staticmethod(logging.getLogger("ft_wrapper.protocol").warning)
 
     def hear(self, key: str, seconds: float) -> str | None:
         if self.seal is not None:
