@@ -49,12 +49,12 @@ class Budget:
 
 
 LINES = {
-    "top": Budget(990, 1336, CORE),
+    "top": Budget(990, 1338, CORE),
     "cli": Budget(700, 825, SHELL),
-    "restart": Budget(1200, 1530, CORE),
+    "restart": Budget(1200, 1546, CORE),
     "rank_assignment": Budget(500, 504, CORE),
-    "protocol": Budget(2170, 2455, CORE),
-    "store": Budget(1670, 2027, CORE),
+    "protocol": Budget(2170, 2428, CORE),
+    "store": Budget(1670, 2038, CORE),
     "monitor": Budget(2210, 2448, CORE),
     "torch_groups": Budget(1185, 1288, CORE),
     "rendezvous": Budget(1700, 1889, CORE),
