@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ft_wrapper.restart import Settings
+from ft_wrapper.restart.settings import Settings
 from ft_wrapper.settings import Limits, about
 
 PAGE = Path(__file__).parent / "usage.md"

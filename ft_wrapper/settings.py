@@ -2,7 +2,7 @@
 
 A setting that is added to `Limits`, and to its docstring, is an argument of the wrapper, checked, documented,
 known to the monitor, and compared between the ranks if it says so. Plug-ins and the store are in
-`ft_wrapper.restart`.
+`ft_wrapper.restart.settings`.
 """
 
 import dataclasses

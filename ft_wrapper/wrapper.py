@@ -23,8 +23,8 @@ from .monitor import identity
 from .monitor.frames import drop_own_frames
 from .monitor.shared_memory import RankMemory
 from .protocol.membership import Membership
-from .restart import Settings, check_together, default_assignment, name_of
 from .restart.call import Call
+from .restart.settings import Settings, check_together, default_assignment, name_of
 from .settings import Limits, about
 from .state import FrozenState, Mode, State
 from .store import PrefixStore

@@ -37,11 +37,12 @@ from ..store import PrefixStore, StorePlan
 from ..torch_groups import caches, device, meeting, release, tracker, warm_up
 from ..torch_groups.collective import current_collective
 from ..torch_groups.kept import KeptGroup
-from . import Settings, forked, same_faults, torch_state
+from . import forked, same_faults, torch_state
 from .loop import Left, Performer, RestartLoop
 from .on_restart import Reporter
 from .resources import Resources
 from .same_faults import Stay, leaves_with_fault, times_before
+from .settings import Settings
 
 log = logging.getLogger(__name__)
 

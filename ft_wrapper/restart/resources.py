@@ -37,9 +37,9 @@ from ..store.address import is_this_host, own_address
 from ..torch_groups import caches, warm_up
 from ..torch_groups.abort import describe_pending_aborts
 from ..torch_groups.meeting import variables_restored
-from . import Settings
 from .exit_watch import ExitWatch
 from .report import waiting_line
+from .settings import Settings
 
 log = logging.getLogger(__name__)
 

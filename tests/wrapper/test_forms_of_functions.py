@@ -12,7 +12,7 @@ import pytest
 from rank_harness import SETTINGS, Job, Rank
 
 from ft_wrapper import CallWrapper, Wrapper
-from ft_wrapper.restart import name_of
+from ft_wrapper.restart.settings import name_of
 from ft_wrapper.store import TCPStore, plan
 
 

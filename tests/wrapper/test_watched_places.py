@@ -21,7 +21,7 @@ from ft_wrapper.finalize import Finalize
 from ft_wrapper.health_check import HealthCheck
 from ft_wrapper.initialize import Initialize
 from ft_wrapper.rank_assignment import RankAssignment
-from ft_wrapper.restart import default_assignment
+from ft_wrapper.restart.settings import default_assignment
 from ft_wrapper.terminate import Terminate
 
 LIMITS = {"soft_timeout": 2.0, "hard_timeout": 4.0, "heartbeat_timeout": 10.0, "barrier_timeout": 12.0}
