@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import operator
 from collections.abc import Iterable
 
 
@@ -62,7 +63,7 @@ def out_of_memory(error: BaseException | None) -> BaseException | None:
     """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
-        if any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__):
+        if "OutOfMemoryError" in map(operator.attrgetter("__name__"), type(error).__mro__):
             return error
         seen.add(id(error))
         error = error.__cause__

@@ -11,7 +11,7 @@ import functools
 import operator
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast, dataclass_transform
 
 #: Seconds that any wait may last: Python's and the kernel's waits raise an error for much more.
 LONGEST = 2**31 - 1
@@ -133,12 +133,35 @@ class Setting:
         return value.value if isinstance(value, OnJoin) else value
 
 
+Given = TypeVar("Given")
+Held = TypeVar("Held")
+
+if TYPE_CHECKING:
+
+    class _Takes(Generic[Given, Held]):
+        """How type checkers see a field that users may give in another way than it is kept."""
+
+        def __get__(self, instance: object, owner: object = None) -> Held: ...
+        def __set__(self, instance: object, value: Given) -> None: ...
+
+    Seconds = _Takes[timedelta | float, float]
+    Join = _Takes[str, OnJoin]
+else:
+    Seconds, Join = float, OnJoin
+
+
+@dataclass_transform(kw_only_default=True, field_specifiers=(dataclasses.field,))
+def settings(fields: type[Held]) -> type[Held]:
+    """Makes a frozen dataclass; not frozen for type checkers, or they would see what is given on reading."""
+    return dataclasses.dataclass(frozen=True, kw_only=True)(fields)
+
+
 def argument(default: Any, check: Callable[[str, Any], Any], *, is_shared: bool = False) -> Any:
     """A field of `Limits` or of a class that extends it, with its default; see `Setting`."""
     return dataclasses.field(default=default, metadata={Setting: Setting(check, is_shared)})
 
 
-def _duration(default: float, *shorter_than: str, is_shared: bool = False, from_zero: bool = False) -> float:
+def _duration(default: float, *shorter_than: str, is_shared: bool = False, from_zero: bool = False) -> Any:
     """The same for a duration."""
     check = functools.partial(as_seconds, from_zero=from_zero)
     known = Setting(check, is_shared, True, shorter_than)
@@ -155,7 +178,7 @@ _count = functools.partial(as_int, at_least=1)
 _count_or_none = functools.partial(as_limit, at_least=1)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@settings
 class Limits:
     """What the wrapper, the monitor and the protocol have to know. Plain data that goes through JSON.
 
@@ -196,27 +219,27 @@ class Limits:
         fault_window: how long a fault counts for that.
     """
 
-    monitor_thread_interval: float = _duration(1.0, "soft_timeout")
-    monitor_process_interval: float = _duration(1.0, "heartbeat_timeout", "soft_timeout")
-    heartbeat_interval: float = _duration(1.0, "heartbeat_timeout")
-    progress_watchdog_interval: float = _duration(1.0, "soft_timeout")
-    soft_timeout: float = _duration(60.0, "hard_timeout")
-    hard_timeout: float = _duration(90.0, "barrier_timeout")
-    heartbeat_timeout: float = _duration(30.0, "barrier_timeout", is_shared=True)
-    barrier_timeout: float = _duration(120.0, is_shared=True)
-    completion_timeout: float = _duration(120.0, is_shared=True)
-    last_call_wait: float = _duration(0.0, from_zero=True)
-    termination_grace_time: float = _duration(5.0)
-    unwind_grace: float = _duration(0.5, "hard_timeout")
+    monitor_thread_interval: Seconds = _duration(1.0, "soft_timeout")
+    monitor_process_interval: Seconds = _duration(1.0, "heartbeat_timeout", "soft_timeout")
+    heartbeat_interval: Seconds = _duration(1.0, "heartbeat_timeout")
+    progress_watchdog_interval: Seconds = _duration(1.0, "soft_timeout")
+    soft_timeout: Seconds = _duration(60.0, "hard_timeout")
+    hard_timeout: Seconds = _duration(90.0, "barrier_timeout")
+    heartbeat_timeout: Seconds = _duration(30.0, "barrier_timeout", is_shared=True)
+    barrier_timeout: Seconds = _duration(120.0, is_shared=True)
+    completion_timeout: Seconds = _duration(120.0, is_shared=True)
+    last_call_wait: Seconds = _duration(0.0, from_zero=True)
+    termination_grace_time: Seconds = _duration(5.0)
+    unwind_grace: Seconds = _duration(0.5, "hard_timeout")
     use_global_iteration: bool = argument(False, as_switch, is_shared=True)
     active_world_size: int | None = argument(None, _count_or_none, is_shared=True)
     min_world_size: int = argument(1, _count, is_shared=True)
-    on_join: OnJoin = argument(OnJoin.DEGRADED, _as_on_join, is_shared=True)
-    join_window: float = _duration(1.0, is_shared=True, from_zero=True)
-    rejoin_wait: float = _duration(2.0, is_shared=True, from_zero=True)
+    on_join: Join = argument(OnJoin.DEGRADED, _as_on_join, is_shared=True)
+    join_window: Seconds = _duration(1.0, is_shared=True, from_zero=True)
+    rejoin_wait: Seconds = _duration(2.0, is_shared=True, from_zero=True)
     max_same_faults: int | None = argument(5, _count_or_none, is_shared=True)
     max_faults: int | None = argument(None, _count_or_none, is_shared=True)
-    fault_window: float = _duration(3600.0, is_shared=True)
+    fault_window: Seconds = _duration(3600.0, is_shared=True)
     # Whether an agent starts another process in place of this one. No argument: the agent says so.
     replaced: bool = False
 

@@ -344,7 +344,7 @@ Wrapper.__doc__, Wrapper.__signature__ = _documented()
 def _begins_job(call: Call) -> bool:
     """Whether this process is rank 0 of the job's first iteration, as far as it can know."""
     member = call.own.member
-    if not call.own.progress.is_in_time or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+    if not call.own.is_in_time or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         return False
     return (member.member.slot, member.member.incarnation, member.view.n) == (
         0,

@@ -16,7 +16,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
 from ..exception import StoreError, TimeoutError
-from . import history, keys, operations, records
+from . import history, keys, records
 from .ends import Ends
 from .entering import spares_in
 from .operations import Append, Count, Move, Operations, Read, ReadLog, Wake, Write, read, read_log
@@ -114,7 +114,8 @@ class GlobalIteration:
             What it decided, if it was the last one.
         """
         arrival = f"{member} {ArrivalEntry(rank, world_size, fault or '')}"
-        gone = operations.append_counted(self.store, keys.arrived(view.n), arrival, keys.count_gone(view.n))
+        log, count = Append(keys.arrived(view.n), arrival), Count(keys.count_gone(view.n))
+        gone = int(self.store.execute([log, count])[1] or 0)
         return self.advance(view, member) if gone >= len(view.members) else None
 
     def ask_to_join(self, n: int, member: Member, call: int) -> None:

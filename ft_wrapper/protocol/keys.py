@@ -82,15 +82,18 @@ def last_iteration(slot: int) -> str:
 _kinds: list[str] = []
 
 
-def _of_iteration(kind: str) -> Callable[[int], str]:
-    """The keys of a kind, by the number of the iteration."""
+def _of_iteration(kind: str) -> Callable[..., str]:
+    """The keys of a kind, by the number of the iteration, and by what else there is several of."""
     _kinds.append(kind)
-    return lambda n: f"{_ROOT}/{kind}/{n}"
+    return lambda n, *which: "/".join((_ROOT, kind, str(n), *map(str, which)))
 
 
-_decisions = _of_iteration("decision")
-_rosters = _of_iteration("roster")
-_seats = _of_iteration("seat")
+# By its nonce: what changed from n-1 to n. Immutable, written before head moves.
+decision = _of_iteration("decision")
+# By the same: all members of n.
+roster = _of_iteration("roster")
+# Register, by an active rank: the member that holds it in n.
+seat = _of_iteration("seat")
 # Register: absent, ``fault`` or ``done``. The first one wins.
 end = _of_iteration("end")
 # Record: where ``torch.distributed`` meets, and the sizes that the rank assignment gave; rank 0 tells it.
@@ -120,21 +123,6 @@ wake_meeting = _of_iteration("wake/meeting")
 restarted = _of_iteration("wake/restarted")
 # Prefix of the store that a user gets.
 iteration_prefix = _of_iteration("user")
-
-
-def decision(n: int, nonce: str) -> str:
-    """What changed from n-1 to n. Immutable, written before head moves."""
-    return f"{_decisions(n)}/{nonce}"
-
-
-def roster(n: int, nonce: str) -> str:
-    """All members of n. Immutable, written before head moves."""
-    return f"{_rosters(n)}/{nonce}"
-
-
-def seat(n: int, active_rank: int) -> str:
-    """Register: the member that holds an active rank in n."""
-    return f"{_seats(n)}/{active_rank}"
 
 
 # What a key belongs to.

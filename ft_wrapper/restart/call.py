@@ -125,7 +125,7 @@ class Call(Performer):
             What the function returned; None on a spare, and where the call had completed already.
         """
         own = self.own
-        if not own.progress.is_in_time:
+        if not own.is_in_time:
             log.warning(
                 "slot %d is not needed any more: the other ranks have completed the call without it",
                 own.member.slot,
@@ -170,13 +170,13 @@ class Call(Performer):
         return rank is not None and caches.reset_compiled_code(rank, size)
 
     def serve(self) -> Endpoint:
-        return self.own.serve()
+        return self.own.address, self.own.monitor.serve(self.own.address)
 
     def meet(self, endpoint: Endpoint) -> None:
         meeting.point_to(*endpoint)
 
     def pause(self, seconds: float) -> None:
-        self.own.progress.monitor_lost.wait(seconds)
+        self.own.monitor_lost.wait(seconds)
 
     # ---- in the function
 
@@ -292,8 +292,8 @@ class Call(Performer):
 
     def settle(self) -> None:
         self._settle()
-        if self.own.progress.store_lost is not None:
-            raise self.own.progress.store_lost
+        if self.own.store_lost is not None:
+            raise self.own.store_lost
 
     def _settle(self) -> None:
         """Waits until everything is aborted, then ends what the function left behind."""
@@ -303,7 +303,7 @@ class Call(Performer):
                 self._log_failure()  # the abort may hang, and this process be killed for that
             if not watch.handled.wait(self.settings.barrier_timeout):
                 raise InternalError("the abort plug-in did not return within barrier_timeout")
-            self.own.progress.store_lost = watch.store_lost
+            self.own.store_lost = watch.store_lost
             self._reporter.left(watch)
         self.own.memory.leave_iteration()
         self.own.member.emit("left", **self.own.memory.told_step(), **self.end_fields)
@@ -320,8 +320,9 @@ class Call(Performer):
         if settings.finalize is not None:
             settings.finalize(self.state.freeze())
         self._check_health()
-        self._run_check(_check_device)
-        if own.progress.monitor_lost.is_set():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            self._run_check(_check_device)
+        if own.monitor_lost.is_set():
             raise InternalError(f"this rank's {own.monitor.name} ended; see {own.monitor.log_of}")
         looked = own.memory.monitor_stamp  # 0.0 if it has not yet
         if looked and time.monotonic() - looked > 2 * settings.monitor_process_interval:
@@ -385,11 +386,11 @@ class Call(Performer):
         who, why = (self.state.rank, own.member.slot), in_one_line(error)
         log.log(level, "rank %s (slot %d) leaves the job: %s", *who, why)
         if isinstance(error, StoreUnavailable):
-            own.progress.store_lost = error  # it was tried for long enough; no one can be told
+            own.store_lost = error  # it was tried for long enough; no one can be told
         if watch is not None and not own.memory.active:  # the others end the iteration, some time
-            self._stay.watch, own.progress.thread_stays = None, True
-        if own.progress.store_lost is None:
-            is_unwatched = own.progress.monitor_lost.is_set()
+            self._stay.watch, own.thread_stays = None, True
+        if own.store_lost is None:
+            is_unwatched = own.monitor_lost.is_set()
             return Interruption.MONITOR_PROCESS_EXCEPTION if is_unwatched else Interruption.BASE_EXCEPTION
         if self._stay.watch is not None:  # whose thread waits for the store, too, and would abort nothing
             self._stay.watch = None

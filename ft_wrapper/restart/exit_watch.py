@@ -35,14 +35,16 @@ class ExitWatch:
     def __init__(self, memory: RankMemory) -> None:
         global _memory
         _memory = memory
-        self._before = weakref.WeakSet(_running())
+        running: list[Running] = [*threading.enumerate(), *multiprocessing.active_children()]
+        self._before = weakref.WeakSet(running)
 
     def note(self) -> None:
         """To be called when the function has been left by a fault."""
-        left = [one for one in _running() if not one.daemon and one not in self._before]
-        if left:
-            _watch_the_end()
-            _noted.update(left)
+        running: list[Running] = [*threading.enumerate(), *multiprocessing.active_children()]
+        for one in running:
+            if not one.daemon and one not in self._before:
+                _watch_the_end()
+                _noted.add(one)
 
 
 @functools.cache
@@ -50,10 +52,6 @@ def _watch_the_end() -> None:
     # As concurrent.futures does, which waits there for its threads: atexit comes after that. What was
     # registered last is called first.
     threading._register_atexit(_say_what_is_left)  # type: ignore[attr-defined]
-
-
-def _running() -> list[Running]:
-    return [*threading.enumerate(), *multiprocessing.active_children()]
 
 
 def _say_what_is_left() -> None:

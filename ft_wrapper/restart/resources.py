@@ -79,29 +79,6 @@ _kept: dict[tuple[str, float], tuple[list[StoreMixin], str]] = {}
 os.register_at_fork(after_in_child=_kept.clear)
 
 
-@dataclasses.dataclass
-class Progress:
-    """How far the call has come, for those that give things back.
-
-    Args:
-        is_registered: whether this process holds its slot.
-        is_in: whether it has got into the job; also if its call had completed before it came.
-        is_in_time: False if the other ranks had completed the call when this one came.
-        has_completed: whether all ranks have finished.
-        monitor_lost: set if the monitor has ended by itself.
-        store_lost: why the store cannot be reached any more.
-        thread_stays: whether the monitor thread is left to wait for an end that others bring about.
-    """
-
-    is_registered: bool = False
-    is_in: bool = False
-    is_in_time: bool = True
-    has_completed: bool = False
-    monitor_lost: threading.Event = dataclasses.field(default_factory=threading.Event)
-    store_lost: StoreError | None = None
-    thread_stays: bool = False
-
-
 class Line(Protocol):
     """Connections of the function's helpers to other ranks, in one iteration."""
 
@@ -125,6 +102,14 @@ class Resources:
         after_abort: run there then; may wait for the store.
 
     Attributes:
+        is_registered: whether this process holds its slot.
+        is_in: whether it has got into the job; also if its call had completed before it came.
+        is_in_time: False if the other ranks had completed the call when this one came.
+        has_completed: whether all ranks have finished.
+        thread_stays: whether the monitor thread is left to wait for an end that others bring about.
+        monitor_lost: set if the monitor has ended by itself.
+        store_lost: why the store cannot be reached any more.
+        address: of this host, as the other ranks see it.
         lines: kept open until all ranks have left the iteration, or others would take it for a fault.
 
     Raises:
@@ -146,7 +131,10 @@ class Resources:
         check_open_files(_FILES_OF_A_CALL, f"rank {base.initial_rank}")
         self.settings = settings
         self.plan = plan
-        self.progress = Progress()
+        self.is_registered = self.is_in = self.has_completed = self.thread_stays = False
+        self.is_in_time = True
+        self.monitor_lost = threading.Event()
+        self.store_lost: StoreError | None = None
         self.signals = KeptSignals()
         limits = settings.limits
         slot, size = base.initial_rank or 0, formation_size(base.world_size)
@@ -183,13 +171,13 @@ class Resources:
             owned.enter_context(protect_process(self.monitor.pid))
             owned.enter_context(protect_children())
             kept = _kept.pop((plan.description, settings.barrier_timeout), None)
-            self._clients, self._address = kept or ([plan.connect()], "")
+            self._clients, self.address = kept or ([plan.connect()], "")
             owned.push(self._end_clients)
             store = self._clients[0]
             if kept is None:
                 # A store that is on no one host says nothing of the way to the other ranks.
                 towards = getattr(store, "host_name", None) or os.environ.get("MASTER_ADDR", "localhost")
-                self._address = own_address(towards)
+                self.address = own_address(towards)
                 self._clients.append(store.clone())
             self.interrupter = interrupt.Interrupter(settings.unwind_grace)
             owned.callback(self.interrupter.close)
@@ -224,8 +212,8 @@ class Resources:
                 limits.last_call_wait,
             )
             owned.callback(self._end_thread)
-            self.progress.is_in_time = self._join(remembered, base, since_last_call)
-            self.progress.is_in = True
+            self.is_in_time = self._join(remembered, base, since_last_call)
+            self.is_in = True
             self._owned = owned.pop_all()
 
     def close_lines(self) -> None:
@@ -238,17 +226,13 @@ class Resources:
         kind = None if error is None else type(error)
         # With its traceback: what of this is a generator puts that back which it was given.
         self._owned.__exit__(kind, error, getattr(error, "__traceback__", None))
-        self.progress.store_lost = None  # its frames refer to all of this
-
-    def serve(self) -> tuple[str, int]:
-        """Opens the store at which ``torch.distributed`` meets in this iteration; host and port."""
-        return self._address, self.monitor.serve(self._address)
+        self.store_lost = None  # its frames refer to all of this
 
     def remember(self, state: State) -> None:
         """Notes what the next wrapped call on this store has to know."""
-        self.progress.has_completed = True
+        self.has_completed = True
         member, last = self.member, Remembered(self.member.call + 1)
-        if self.progress.is_in_time:
+        if self.is_in_time:
             last = Remembered(last.call, member.member, member.view, state.rank or 0, state.world_size)
         _remembered[self.plan.description] = last
 
@@ -288,7 +272,7 @@ class Resources:
         )
 
     def _registered(self, member: Member) -> None:
-        self.progress.is_registered = True
+        self.is_registered = True
         events.emit("register", slot=member.slot, incarnation=member.incarnation, started=events.started())
         self.monitor.join(member)
 
@@ -336,9 +320,9 @@ class Resources:
 
     def _say_goodbye(self) -> None:
         port = self.plan.port  # where no rank hosts the store, no one waits for a goodbye
-        if port is None or not self.progress.is_registered or self.progress.store_lost is not None:
+        if port is None or not self.is_registered or self.store_lost is not None:
             return
-        is_through = self.progress.has_completed and not self._hosts
+        is_through = self.has_completed and not self._hosts
         with self.waiting, contextlib.ExitStack() as waited_for:
             if is_through and self._is_hosted_by_rank():
                 # The host's monitor closes the port once all have said goodbye. A wrapped function that is
@@ -359,11 +343,11 @@ class Resources:
         self.memory.enter_phase(shared_memory.Phase.IDLE)
         if kind is Excluded:
             self.memory.leaves = True  # so that the agent counts no rank as gone
-        if self.progress.has_completed and kind is None and self.plan.port is None and self.monitor.between():
+        if self.has_completed and kind is None and self.plan.port is None and self.monitor.between():
             # Those who go on to the next call on this store wait for this rank, as long as it lives.
             last = _remembered[self.plan.description]
             _remembered[self.plan.description] = dataclasses.replace(last, monitor=self.monitor)
-        elif self._hosts and kind is not None and self.progress.is_in:
+        elif self._hosts and kind is not None and self.is_in:
             self.monitor.detach()  # the others go on, and need the store that it hosts
         else:
             # One that hosts nothing has nothing left to do; it may still look for a store that has ended.
@@ -372,7 +356,7 @@ class Resources:
 
     def _end_thread(self) -> None:
         # It waits for the store, too, or for an end that this rank does not bring about.
-        is_left = self.progress.store_lost is not None or self.progress.thread_stays
+        is_left = self.store_lost is not None or self.thread_stays
         with self.waiting:
             has_ended = self.thread.stop(0.0 if is_left else self.settings.barrier_timeout)
         if not has_ended:
@@ -382,9 +366,9 @@ class Resources:
     def _end_clients(self, kind: type[BaseException] | None, *_: object) -> None:
         # A store of one call ends with it; etcd's client has threads, and asks no DNS.
         outlives = self.plan.port is None and isinstance(self._clients[0], TCPStore)
-        if outlives and self.progress.has_completed and kind is None and self.client in self._clients:
+        if outlives and self.has_completed and kind is None and self.client in self._clients:
             key = self.plan.description, self.settings.barrier_timeout
-            _kept[key] = self._clients, self._address
+            _kept[key] = self._clients, self.address
         else:
             for client in reversed(self._clients):
                 client.close()
@@ -397,8 +381,8 @@ class Resources:
 
     def _on_monitor_lost(self) -> None:
         """In a thread of its own: no one would notice this rank's faults any more, so it leaves the job."""
-        self.progress.monitor_lost.set()
-        if not self.progress.is_in:
+        self.monitor_lost.set()
+        if not self.is_in:
             return  # the rank finds out when it wants to tell the monitor that it is in
         if self._hosts:
             return  # nor is there a store any more: all ranks find out at once

@@ -15,7 +15,7 @@ from ..finalize import Finalize
 from ..health_check import HealthCheck
 from ..initialize import Initialize
 from ..rank_assignment import ActivateAllRanks, MaxActiveWorldSize, RankAssignment, RankPlugIn, ShiftRanks
-from ..settings import Limits, about, argument, as_switch
+from ..settings import Limits, about, argument, as_switch, settings
 from ..store import StoreMixin, TCPStore, without_password
 from ..terminate import Terminate
 from .report import RestartReport
@@ -67,7 +67,7 @@ def _plug_in(kind: type, default: object = None, *, is_shared: bool = False) -> 
 _mapping = functools.partial(_check_kind, kind=Mapping, words="a dict of arguments for store_factory")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@settings
 class Settings(Limits):
     """All that a wrapped call is told by its `Wrapper`.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import types
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,8 @@ from rank_harness import SETTINGS, Job, Rank
 
 from ft_wrapper import CallWrapper, Wrapper
 from ft_wrapper.monitor.shared_memory import RankMemory
-from ft_wrapper.protocol import membership
 from ft_wrapper.restart import same_faults
+from ft_wrapper.store import StoreMixin
 
 
 def trains(rank: Rank, **settings: Any) -> int:
@@ -131,8 +130,7 @@ def test_the_next_process_of_a_slot_that_died_too_often_is_not_let_in(job: Job) 
 def comes_later(rank: Rank, *, repaired: str) -> int:
     """`trains`, but once there is a file a process comes two hours later."""
     if Path(repaired).exists():
-        clock = vars(time) | {"time": lambda: time.time() + 7200.0}
-        membership.time = types.SimpleNamespace(**clock)  # type: ignore[assignment]
+        StoreMixin.wall_clock = lambda store: time.time() + 7200.0
     return trains(rank, active_world_size=2, max_faults=2, on_join="now", rejoin_wait=0.0)
 
 
