@@ -13,10 +13,10 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from multiprocessing import connection
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import psutil
 
@@ -30,7 +30,6 @@ from .torch_groups.release import wait_for_released_groups as wait_for_released_
 
 _logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 Processes: TypeAlias = Iterable["int | psutil.Process"]
 
 
@@ -258,7 +257,7 @@ def protect_process(pid: int) -> contextlib.AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def _added(protected: list[T], more: Sequence[T]) -> Iterator[None]:
+def _added(protected: list[Any], more: list[Any]) -> Iterator[None]:
     protected.extend(more)
     try:
         yield

@@ -22,7 +22,15 @@ class JobAbort(RestartAbort):
     """
 
 
-class JobEnded(RestartAbort, SystemExit):
+class _QuietExit(RestartAbort, SystemExit):
+    """Ends a process that lets it pass with exit code 1, without a traceback."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why)
+        self.code = 1  # not the text, which would be printed by every rank
+
+
+class JobEnded(_QuietExit):
     """Ends the wrapped call on the ranks beside the one whose error ends the job.
 
     That is a `JobAbort`, or the same fault too often: see ``max_same_faults``.
@@ -30,10 +38,6 @@ class JobEnded(RestartAbort, SystemExit):
     A ``SystemExit`` too: a process that lets it pass exits with 1 and without a traceback, so that the error
     that counts stands alone.
     """
-
-    def __init__(self, why: str) -> None:
-        super().__init__(why)
-        self.code = 1  # not the text, which would be printed by every rank
 
 
 class Drained(RestartAbort, SystemExit):
@@ -50,16 +54,12 @@ class Drained(RestartAbort, SystemExit):
         self.code = 0
 
 
-class Excluded(RestartAbort, SystemExit):
+class Excluded(_QuietExit):
     """Ends the wrapped call on a rank whose slot or host has caused too many faults; the others go on.
 
     See ``max_faults``. A ``SystemExit`` too: a process that lets it pass exits with 1 and without a
     traceback, and is not started again.
     """
-
-    def __init__(self, why: str) -> None:
-        super().__init__(why)
-        self.code = 1
 
 
 class RankShouldRestart(BaseException):

@@ -110,11 +110,9 @@ class State:
         elif store is None:
             raise ValueError("use_global_iteration=True needs store=: ranks agree there on the next number")
         else:
-            self.iteration = store.coordinate_global_iteration_advance(
-                world_size or self.initial_world_size or self.world_size,
-                _TIMEOUT if timeout is None else timeout,
-                is_coordinator,
-            )
+            size = world_size or self.initial_world_size or self.world_size
+            timeout = _TIMEOUT if timeout is None else timeout
+            self.iteration = store.coordinate_global_iteration_advance(size, timeout, is_coordinator)
         self.fn_exception = None
 
     def sync_with_global_iteration(self, store: "ByHand", timeout: timedelta | None = None) -> None:
@@ -132,9 +130,8 @@ class State:
         """
         if self.use_global_iteration:
             size = self.initial_world_size or self.world_size
-            self.iteration = store.handle_rank_restart(
-                size, _TIMEOUT if timeout is None else timeout, rank=self.initial_rank
-            )
+            timeout = _TIMEOUT if timeout is None else timeout
+            self.iteration = store.handle_rank_restart(size, timeout, rank=self.initial_rank)
 
     def freeze(self) -> "FrozenState":
         """Returns a read-only copy."""
