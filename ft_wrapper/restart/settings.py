@@ -1,6 +1,5 @@
 """The settings of one wrapped call: the plug-ins, the store and the files, beside the `Limits`."""
 
-import dataclasses
 import functools
 import inspect
 import pathlib
