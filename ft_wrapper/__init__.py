@@ -14,6 +14,7 @@ from . import rank_assignment as rank_assignment
 from . import state as state
 from . import store as store
 from . import terminate as terminate
+from ._renamed import of_module as _of_module
 from .compose import Compose as Compose
 from .live import LiveState as LiveState
 from .log_lines import install as _install_log_handler
@@ -29,3 +30,6 @@ from .wrapper import CallWrapper as CallWrapper
 from .wrapper import Wrapper as Wrapper
 
 _install_log_handler()
+# Not in that module itself, which decides nothing and warns of nothing.
+_names = {"Drained": "RankDrained", "Excluded": "RankExcluded"}
+vars(exception)["__getattr__"] = _of_module(exception.__name__, vars(exception), _names)

@@ -40,7 +40,7 @@ class JobEnded(_QuietExit):
     """
 
 
-class Drained(RestartAbort, SystemExit):
+class RankDrained(RestartAbort, SystemExit):
     """Ends the wrapped call on a rank that was asked to leave, by ``ftrun drain`` for instance.
 
     The others go on without it. It is raised where the rank tells that a step begins (`CallWrapper.step`,
@@ -54,7 +54,7 @@ class Drained(RestartAbort, SystemExit):
         self.code = 0
 
 
-class Excluded(_QuietExit):
+class RankExcluded(_QuietExit):
     """Ends the wrapped call on a rank whose slot or host has caused too many faults; the others go on.
 
     See ``max_faults``. A ``SystemExit`` too: a process that lets it pass exits with 1 and without a
@@ -79,7 +79,7 @@ class InternalError(RestartError):
     """Something that must hold does not: a defect in the wrapper or in a plug-in."""
 
 
-class TimeoutError(RestartError, TimeoutError):  # type: ignore[misc]  # the second one is Python's
+class RestartTimeout(RestartError, TimeoutError):
     """A wait of the wrapper took longer than its timeout. The message says who was missing."""
 
 
@@ -115,3 +115,7 @@ def in_one_line(error: BaseException) -> str:
     except Exception:
         lines = ["<exception str() failed>"]
     return cut(f"{said}: {without_secrets(cut(lines[0], IN_STORE))}" if lines else said, IN_LINE)
+
+
+TimeoutError = RestartTimeout
+"""The name that nvidia-resiliency-ext has for it."""

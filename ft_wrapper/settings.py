@@ -196,8 +196,8 @@ class Limits:
             once in a call.
         last_call_wait: how long to gather further faults before aborting.
         termination_grace_time: from SIGTERM to SIGKILL.
-        unwind_grace: how long the clean-up of an interrupted function (``finally`` and ``except`` blocks, a
-            framework's teardown) may take before it is interrupted, too.
+        cleanup_timeout: how long the clean-up of an interrupted function (``finally`` and ``except`` blocks,
+            a framework's teardown) may take before it is interrupted, too.
         use_global_iteration: iteration numbers are unique for the whole life of the store.
         active_world_size: how many ranks are active; the rest are hot spares. Short for a rank assignment.
             When None, and without a ``rank_assignment``: what ``ftrun --active-world-size`` or
@@ -230,7 +230,7 @@ class Limits:
     completion_timeout: Seconds = _duration(120.0, is_shared=True)
     last_call_wait: Seconds = _duration(0.0, from_zero=True)
     termination_grace_time: Seconds = _duration(5.0)
-    unwind_grace: Seconds = _duration(0.5, "hard_timeout")
+    cleanup_timeout: Seconds = _duration(0.5, "hard_timeout")
     use_global_iteration: bool = argument(False, as_switch, is_shared=True)
     active_world_size: int | None = argument(None, _count_or_none, is_shared=True)
     min_world_size: int = argument(1, _count, is_shared=True)

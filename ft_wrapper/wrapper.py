@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 
-from . import check
+from . import _renamed, check
 from .attribution import InterruptionRecord, by_blame
 from .check.findings import WATCHDOG
 from .environment import ACTIVE_WORLD_SIZE_ENV, formation_size, launched_active_world_size
-from .exception import Drained, RestartAbort
+from .exception import RankDrained, RestartAbort
 from .monitor import identity
 from .monitor.frames import drop_own_frames
 from .monitor.shared_memory import RankMemory
@@ -189,7 +189,7 @@ class Unwrapped(CallWrapper):
 
 
 def _leave() -> None:
-    raise Drained
+    raise RankDrained
 
 
 def _note_step(member: Membership | None, memory: RankMemory) -> None:
@@ -227,6 +227,7 @@ class Wrapper:
     @_taking(Settings)
     def __init__(self, **arguments: Any) -> None:
         known = about(Settings)
+        _renamed.take_argument(arguments, "unwind_grace", "cleanup_timeout", "Wrapper")
         for name in arguments:
             if name not in known:
                 raise TypeError(f"Wrapper() got an unexpected keyword argument {name!r}")

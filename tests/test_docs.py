@@ -236,7 +236,7 @@ def recipe(name: str, given: dict[str, Any]) -> Any:
 
 
 REPORT = RestartReport(
-    iteration=3, cause="rank 1 died", lost=(1,), active_world_size=3, world_size=3, seconds=0.5
+    iteration=3, cause="rank 1 died", lost_slots=(1,), active_world_size=3, world_size=3, seconds=0.5
 )
 RECIPES = {
     "Weights & Biases": {"wandb": ["init()", "init().log()", "init().alert()"]},

@@ -49,7 +49,7 @@ class Budget:
 
 
 LINES = {
-    "top": Budget(990, 1346, CORE),
+    "top": Budget(990, 1379, CORE),
     "cli": Budget(700, 825, SHELL),
     "restart": Budget(1200, 1547, CORE),
     "rank_assignment": Budget(500, 504, CORE),

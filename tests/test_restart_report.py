@@ -10,7 +10,7 @@ from ft_wrapper.protocol import Agreement, keys
 from ft_wrapper.protocol.entering import Entered
 from ft_wrapper.protocol.operations import Append
 from ft_wrapper.protocol.records import Decision, Fault, Member, MemberRecord, View
-from ft_wrapper.restart.report import RestartReport, TookOver, duration, make_report, waiting_line
+from ft_wrapper.restart.report import Promotion, RestartReport, duration, make_report, waiting_line
 from ft_wrapper.state import State
 from ft_wrapper.testing.fake_store import FakeStore
 
@@ -118,7 +118,7 @@ def test_what_a_restart_is_counted_by(
         iteration=1,
         cause="words",
         interruption=interruption,
-        joined=joined,
+        joined_slots=joined,
         active_world_size=1,
         world_size=1,
         seconds=0.1,
@@ -133,10 +133,10 @@ def test_a_report_goes_through_json(interruption: Interruption | None) -> None:
         iteration=7,
         cause="rank 1 died",
         interruption=interruption,
-        lost=(1, 2),
-        joined=(4,),
-        took_over=(TookOver(5, 1),),
-        recompiling=(1,),
+        lost_slots=(1, 2),
+        joined_slots=(4,),
+        promoted=(Promotion(5, 1),),
+        recompiled_ranks=(1,),
         active_world_size=3,
         world_size=4,
         seconds=0.25,

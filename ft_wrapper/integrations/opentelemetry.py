@@ -38,9 +38,9 @@ def trace_restart(report: RestartReport) -> None:
         "ft_wrapper.iteration": report.iteration,
         "ft_wrapper.cause": report.cause,
         "ft_wrapper.kind": report.kind,
-        "ft_wrapper.lost": report.lost,
-        "ft_wrapper.joined": report.joined,
-        "ft_wrapper.took_over": tuple(spare.initial_rank for spare in report.took_over),
+        "ft_wrapper.lost": report.lost_slots,
+        "ft_wrapper.joined": report.joined_slots,
+        "ft_wrapper.took_over": tuple(spare.slot for spare in report.promoted),
         "ft_wrapper.active_world_size": report.active_world_size,
         "ft_wrapper.world_size": report.world_size,
     }

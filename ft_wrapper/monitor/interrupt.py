@@ -61,7 +61,7 @@ class Interrupter:
         RuntimeError: no real-time signal is free.
     """
 
-    def __init__(self, unwind_grace: float = Limits.unwind_grace) -> None:
+    def __init__(self, unwind_grace: float = Limits.cleanup_timeout) -> None:
         self.thread = threading.get_ident()
         self.signum: int | None = None
         # Written by the function's thread.

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from .. import exception
 from ..attribution import Interruption, out_of_memory
 from ..exception import (
-    Excluded,
     JobEnded,
     RankDiscarded,
+    RankExcluded,
     RestartAbort,
     RestartError,
     StoreError,
@@ -164,7 +164,7 @@ class Membership:
         self.emit("decided", after=before.nonce)
 
     def leave_if_excluded(self) -> None:
-        """Raises `Excluded` if this member has joined, though its slot or host has caused too many faults.
+        """Raises `RankExcluded` if this member has joined, and its slot or host has caused too many faults.
 
         It came before that was decided; later ones do not get so far.
         """
@@ -177,7 +177,7 @@ class Membership:
     def _leave_if_excluded(self, decision: Decision, others: int, now: float = 0.0) -> None:
         why = history.why_out(decision, self.slot, self.record.host, now)
         if why and others >= max(1, decision.min_world_size):
-            raise Excluded(why)
+            raise RankExcluded(why)
 
     def has_failed(self) -> bool:
         """Whether the present iteration has ended by a fault."""
@@ -430,6 +430,6 @@ class Membership:
         return self.record.fault(self.member, rank, interruption, message, self.agreement.store.wall_clock())
 
     def _raised(self, rank: int | None, interruption: Interruption, error: BaseException) -> Fault:
-        is_drained = isinstance(error, exception.Drained)
+        is_drained = isinstance(error, exception.RankDrained)
         message = "was drained" if is_drained else f"raised {exception.in_one_line(error)}"
         return self.fault(rank, interruption, message)

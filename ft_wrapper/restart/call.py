@@ -14,11 +14,11 @@ from ..abort import close_aborted_sockets, release_process_groups
 from ..attribution import Interruption, out_of_memory
 from ..compose import StatePlugIn
 from ..exception import (
-    Drained,
     HealthCheckError,
     InternalError,
     JobAbort,
     JobEnded,
+    RankDrained,
     RankShouldRestart,
     StoreUnavailable,
     in_one_line,
@@ -332,7 +332,7 @@ class Call(Performer):
 
     def leave_if_asked(self) -> None:
         if self.own.memory.leaves:
-            raise Drained
+            raise RankDrained
 
     def onward(self) -> None:
         self._reporter.phases.end("decide")
@@ -382,7 +382,7 @@ class Call(Performer):
         own, watch = self.own, self._stay.watch
         if isinstance(error, Exception):
             self.state.fn_exception = error
-        level = logging.INFO if isinstance(error, (JobEnded, Drained)) else logging.ERROR
+        level = logging.INFO if isinstance(error, (JobEnded, RankDrained)) else logging.ERROR
         who, why = (self.state.rank, own.member.slot), in_one_line(error)
         log.log(level, "rank %s (slot %d) leaves the job: %s", *who, why)
         if isinstance(error, StoreUnavailable):

@@ -88,7 +88,7 @@ class Performer:
         """Finalize and health check, before the others are told that this rank has left the function."""
 
     def leave_if_asked(self) -> None:
-        """Raises `Drained` if the rank was asked to leave the job."""
+        """Raises `RankDrained` if the rank was asked to leave the job."""
 
     def tidy_up(self) -> None:
         """Does what only this rank's next entry needs, while the others are waited for."""

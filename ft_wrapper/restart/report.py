@@ -6,6 +6,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
+from .._renamed import attribute, of_module
 from .._text import IN_LINE, cut, duration, plural
 from ..attribution import Interruption, by_blame
 from ..protocol import Agreement
@@ -18,16 +19,19 @@ _SHOWN = 4  # faults and promotions named in a line; the others are counted
 
 
 @dataclasses.dataclass(frozen=True)
-class TookOver:
+class Promotion:
     """A spare that became active.
 
     Args:
-        initial_rank: its rank at the job's start, its slot.
-        active_rank: the rank that it has now.
+        slot: its rank at the job's start.
+        rank: the rank that it has now.
     """
 
-    initial_rank: int
-    active_rank: int
+    slot: int
+    rank: int
+
+    initial_rank = attribute("Promotion", "initial_rank", "slot")
+    active_rank = attribute("Promotion", "active_rank", "rank")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,10 +45,10 @@ class RestartReport:
         iteration: number of the iteration that begins.
         cause: what ended the one before, in words: ``rank 2 (slot 2 on node7 pid 4711) died``.
         interruption: what kind of fault that was; None if nothing failed, and a process joined.
-        lost: the initial ranks whose processes are gone.
-        joined: the initial ranks whose processes are new.
-        took_over: the spares that became active.
-        recompiling: the active ranks that will compile again.
+        lost_slots: the initial ranks whose processes are gone.
+        joined_slots: the initial ranks whose processes are new.
+        promoted: the spares that became active.
+        recompiled_ranks: the active ranks that will compile again.
         active_world_size: number of ranks that call the function.
         world_size: number of all ranks, spares included.
         seconds: from the end of the iteration before until the last active rank was back.
@@ -59,16 +63,21 @@ class RestartReport:
     iteration: int
     cause: str
     interruption: Interruption | None = None
-    lost: tuple[int, ...] = ()
-    joined: tuple[int, ...] = ()
-    took_over: tuple[TookOver, ...] = ()
-    recompiling: tuple[int, ...] = ()
+    lost_slots: tuple[int, ...] = ()
+    joined_slots: tuple[int, ...] = ()
+    promoted: tuple[Promotion, ...] = ()
+    recompiled_ranks: tuple[int, ...] = ()
     active_world_size: int
     world_size: int
     seconds: float
     phases: Mapping[str, float] = dataclasses.field(default_factory=dict)
     step: int | None = None
     excluded: str = ""
+
+    lost = attribute("RestartReport", "lost", "lost_slots")
+    joined = attribute("RestartReport", "joined", "joined_slots")
+    took_over = attribute("RestartReport", "took_over", "promoted")
+    recompiling = attribute("RestartReport", "recompiling", "recompiled_ranks")
 
     @property
     def kind(self) -> str:
@@ -79,19 +88,19 @@ class RestartReport:
         """
         if self.interruption is not None:
             return self.interruption.name.lower()
-        return "join" if self.joined else "unknown"
+        return "join" if self.joined_slots else "unknown"
 
     def __str__(self) -> str:
         """The line in the log."""
         parts = [self.cause]
-        if self.joined and self.interruption is not None:
-            parts.append(_joiners(self.joined))
+        if self.joined_slots and self.interruption is not None:
+            parts.append(_joiners(self.joined_slots))
         if self.excluded:
             parts.append(self.excluded)
-        parts.append(_promotions(self.took_over))
-        if self.recompiling:
-            names = _joined(map(str, self.recompiling), len(self.recompiling))
-            parts.append(f"{plural(len(self.recompiling), 'rank')} {names} will compile again")
+        parts.append(_promotions(self.promoted))
+        if self.recompiled_ranks:
+            names = _joined(map(str, self.recompiled_ranks), len(self.recompiled_ranks))
+            parts.append(f"{plural(len(self.recompiled_ranks), 'rank')} {names} will compile again")
         spares = self.world_size - self.active_world_size
         size = f"{self.active_world_size} active + {spares} spare {plural(spares, 'rank')}"
         parts.append(f"{size}, back in {duration(self.seconds)}")
@@ -113,8 +122,8 @@ class RestartReport:
         fields = json.loads(text)
         kind = fields["interruption"]
         fields["interruption"] = None if kind is None else Interruption[kind]
-        fields["took_over"] = tuple(TookOver(**one) for one in fields["took_over"])
-        for name in ("lost", "joined", "recompiling"):
+        fields["promoted"] = tuple(Promotion(**one) for one in fields["promoted"])
+        for name in ("lost_slots", "joined_slots", "recompiled_ranks"):
             fields[name] = tuple(fields[name])
         return cls(**fields)
 
@@ -142,10 +151,10 @@ def make_report(
         iteration=state.iteration,
         cause=in_words(faults) if is_fault else _joiners(joined),
         interruption=by_blame(fault.record for fault in faults)[0].interruption if faults else None,
-        lost=tuple(member.slot for member in lost),
-        joined=joined,
-        took_over=tuple(TookOver(one.member.slot, rank) for rank, one in active if one.promoted),
-        recompiling=tuple(rank for rank, one in active if one.recompiles),
+        lost_slots=tuple(member.slot for member in lost),
+        joined_slots=joined,
+        promoted=tuple(Promotion(one.member.slot, rank) for rank, one in active if one.promoted),
+        recompiled_ranks=tuple(rank for rank, one in active if one.recompiles),
         active_world_size=state.active_world_size or 0,
         world_size=state.world_size,
         seconds=seconds,
@@ -250,10 +259,10 @@ def _place(slot: int, rank: int | None, host: str, pid: int) -> str:
     return f"slot {slot} ({where.strip()})" if where else f"slot {slot}"
 
 
-def _promotions(promoted: Sequence[TookOver]) -> str:
+def _promotions(promoted: Sequence[Promotion]) -> str:
     if not promoted:
         return "no spare stepped in"
-    said = (f"spare slot {one.initial_rank} took over as rank {one.active_rank}" for one in promoted)
+    said = (f"spare slot {one.slot} took over as rank {one.rank}" for one in promoted)
     return _joined(said, len(promoted))
 
 
@@ -390,3 +399,6 @@ def _waited_for(whole: Mapping[str, _Counts], said: Mapping[Member, Fault]) -> d
             ):
                 named.setdefault(member, f"did not come to {fault.stood}")
     return named
+
+
+__getattr__ = of_module(__name__, globals(), {"TookOver": "Promotion"})

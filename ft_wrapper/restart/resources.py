@@ -21,7 +21,7 @@ from ..abort import (
 )
 from ..attribution import Interruption
 from ..environment import formation_size
-from ..exception import Excluded, StoreError
+from ..exception import RankExcluded, StoreError
 from ..log_lines import note_slot
 from ..monitor import beside, frames, identity, interrupt, shared_memory, threads
 from ..monitor.line import MonitorLine, ask_agent
@@ -179,7 +179,7 @@ class Resources:
                 towards = getattr(store, "host_name", None) or os.environ.get("MASTER_ADDR", "localhost")
                 self.address = own_address(towards)
                 self._clients.append(store.clone())
-            self.interrupter = interrupt.Interrupter(settings.unwind_grace)
+            self.interrupter = interrupt.Interrupter(settings.cleanup_timeout)
             owned.callback(self.interrupter.close)
             self.signals.note()  # with the interrupter's
             owned.callback(self.signals.put_back)
@@ -341,7 +341,7 @@ class Resources:
     def _end_monitor(self, kind: type[BaseException] | None, *_: object) -> None:
         # The monitor ends, or looks no more until the next call.
         self.memory.enter_phase(shared_memory.Phase.IDLE)
-        if kind is Excluded:
+        if kind is RankExcluded:
             self.memory.leaves = True  # so that the agent counts no rank as gone
         if self.has_completed and kind is None and self.plan.port is None and self.monitor.between():
             # Those who go on to the next call on this store wait for this rank, as long as it lives.

@@ -304,7 +304,7 @@ def own(*_):
     pass
 
 
-@Wrapper(unwind_grace=GRACE, barrier_timeout=200, max_same_faults=None)
+@Wrapper(cleanup_timeout=GRACE, barrier_timeout=200, max_same_faults=None)
 def train(call_wrapper: CallWrapper = None):
     slot, iteration = call_wrapper.state.active_rank, call_wrapper.iteration
     os.write(1, f"entered with {signal.getsignal(signal.SIGTERM).__qualname__}\n".encode())  # in one piece

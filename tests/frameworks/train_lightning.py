@@ -158,4 +158,4 @@ if __name__ == "__main__":
         logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module="lightning")
     shutil.copyfile = _copy_half
-    main(train, unwind_grace=2.0)
+    main(train, cleanup_timeout=2.0)

@@ -26,7 +26,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_wrapper.exception import Drained, JobAbort, RankShouldRestart, RestartAbort
+from ft_wrapper.exception import JobAbort, RankDrained, RankShouldRestart, RestartAbort
 from ft_wrapper.monitor import right_place, signals
 from ft_wrapper.monitor.frames import current_exception, interruptions_unreported
 from ft_wrapper.monitor.interrupt import Interrupter
@@ -51,7 +51,7 @@ def quick_switches() -> Iterator[None]:
 
 @contextlib.contextmanager
 def installed(
-    resend_interval: float = signals.RESEND_INTERVAL, unwind_grace: float = Limits.unwind_grace
+    resend_interval: float = signals.RESEND_INTERVAL, unwind_grace: float = Limits.cleanup_timeout
 ) -> Iterator[Interrupter]:
     """An interrupter for the calling thread."""
     with pytest.MonkeyPatch.context() as patch:
@@ -178,9 +178,9 @@ def test_an_interruption_in_groups_of_any_depth_is_one(shape: Any) -> None:
     assert isinstance(caught.value, RankShouldRestart) == ("RankShouldRestart" in str(shape))
 
 
-@pytest.mark.parametrize("kind", [JobAbort, RestartAbort, Drained])
+@pytest.mark.parametrize("kind", [JobAbort, RestartAbort, RankDrained])
 def test_an_order_to_leave_in_a_group_is_obeyed(interrupter: Interrupter, kind: type[RestartAbort]) -> None:
-    order = kind() if kind is Drained else kind("this cannot work")
+    order = kind() if kind is RankDrained else kind("this cannot work")
 
     def raises() -> None:
         raise BaseExceptionGroup("tasks", [RankShouldRestart(), BaseExceptionGroup("more", [order])])

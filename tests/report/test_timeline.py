@@ -127,7 +127,7 @@ def test_a_hang_of_very_many_is_marked_in_no_row() -> None:
 def report_of(*faults: Fault) -> str:
     """The line in the log."""
     report = RestartReport(
-        iteration=7, cause=in_words(faults), active_world_size=3, world_size=4, seconds=0.1, joined=(9,)
+        iteration=7, cause=in_words(faults), active_world_size=3, world_size=4, seconds=0.1, joined_slots=(9,)
     )
     return str(report)
 

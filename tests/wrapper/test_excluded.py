@@ -45,7 +45,7 @@ def test_a_slot_that_raises_three_times_leaves_and_a_spare_takes_over(job: Job) 
     job.tell("finish", 0, 2)
     job.wait_for_end()
     assert (job[0].value, job[2].value) == (3, 3)
-    assert (job[1].error, job[1].text.partition(" on ")[0]) == ("Excluded", "slot 1")
+    assert (job[1].error, job[1].text.partition(" on ")[0]) == ("RankExcluded", "slot 1")
     said = line(job, "restart 3: ")
     assert "slot 1 on " in said and "is excluded, after 3 faults within 3600 s (max_faults=3)" in said
     assert "spare slot 2 took over as rank 1" in said
@@ -76,7 +76,7 @@ def test_the_agent_is_told_that_an_excluded_one_is_not_missed(job: Job) -> None:
     job.start_again(1)
     job.expect("leaves", 1)
     job.wait_for_end(1)
-    assert job[1].error == "Excluded"
+    assert job[1].error == "RankExcluded"
     job.expect("in", 0, 2, n=2)
     job.tell("finish", 0, 2)
     job.wait_for_end()
@@ -121,7 +121,7 @@ def test_the_next_process_of_a_slot_that_died_too_often_is_not_let_in(job: Job) 
     kill_twice(job)
     job.start_again(1)
     job.wait_for_end(1)
-    assert (job[1].error, job[1].code) == ("Excluded", 1)
+    assert (job[1].error, job[1].code) == ("RankExcluded", 1)
     job.tell("finish", 0, 2)
     job.wait_for_end()
     assert (job[0].value, job[2].value) == (3, 3)

@@ -70,10 +70,10 @@ def test_each_rank_is_told_once_before_it_enters_the_function(job: Job) -> None:
     assert report == {
         "iteration": 1,
         "interruption": "TERMINATED",
-        "lost": [1],
-        "joined": [],
-        "took_over": [{"initial_rank": 3, "active_rank": 2}],
-        "recompiling": [],
+        "lost_slots": [1],
+        "joined_slots": [],
+        "promoted": [{"slot": 3, "rank": 2}],
+        "recompiled_ranks": [],
         "active_world_size": 3,
         "world_size": 4,
         "step": None,
@@ -92,7 +92,7 @@ def test_an_exception_loses_no_rank(job: Job) -> None:
     assert job.wait() == [1, 1]
     for slot in (0, 1):
         [report] = reports(job, slot)
-        assert (report["interruption"], report["lost"], report["took_over"]) == ("EXCEPTION", [], [])
+        assert (report["interruption"], report["lost_slots"], report["promoted"]) == ("EXCEPTION", [], [])
         assert "raised ValueError: told to" in report["cause"]
 
 

@@ -12,7 +12,7 @@ from test_on_restart import ALL_PHASES, trains
 
 from ft_wrapper import RestartReport
 from ft_wrapper.attribution import Interruption
-from ft_wrapper.restart.report import TookOver
+from ft_wrapper.restart.report import Promotion
 
 sdk = pytest.importorskip("opentelemetry.sdk.trace", reason="opentelemetry-sdk is not installed")
 
@@ -20,8 +20,8 @@ REPORT = RestartReport(
     iteration=3,
     cause="rank 1 (slot 1 on node7 pid 4711) died",
     interruption=Interruption.TERMINATED,
-    lost=(1,),
-    took_over=(TookOver(4, 1),),
+    lost_slots=(1,),
+    promoted=(Promotion(4, 1),),
     active_world_size=4,
     world_size=4,
     seconds=0.5,

@@ -14,7 +14,7 @@ from ft_wrapper import CallWrapper, Wrapper
 
 
 def cleans_up(rank: Rank, grace: float | None, seconds: float) -> Any:
-    settings = SETTINGS if grace is None else {**SETTINGS, "unwind_grace": grace}
+    settings = SETTINGS if grace is None else {**SETTINGS, "cleanup_timeout": grace}
     cleaned = []
 
     @Wrapper(**settings)

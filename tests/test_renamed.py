@@ -1,0 +1,60 @@
+"""Old public names work for one release, and warn with the new one."""
+
+from __future__ import annotations
+
+import pytest
+
+from ft_wrapper import RestartReport, Wrapper, exception
+from ft_wrapper.restart import report as reports
+
+REPORT = RestartReport(
+    iteration=1,
+    cause="rank 1 died",
+    lost_slots=(1,),
+    joined_slots=(2,),
+    promoted=(reports.Promotion(4, 1),),
+    recompiled_ranks=(3,),
+    active_world_size=4,
+    world_size=4,
+    seconds=0.5,
+)
+
+
+@pytest.mark.parametrize(
+    ("owner", "old", "new"),
+    [
+        (exception, "Drained", "RankDrained"),
+        (exception, "Excluded", "RankExcluded"),
+        (reports, "TookOver", "Promotion"),
+        (REPORT, "lost", "lost_slots"),
+        (REPORT, "joined", "joined_slots"),
+        (REPORT, "took_over", "promoted"),
+        (REPORT, "recompiling", "recompiled_ranks"),
+        (REPORT.promoted[0], "initial_rank", "slot"),
+        (REPORT.promoted[0], "active_rank", "rank"),
+    ],
+)
+def test_an_old_name_gives_what_the_new_one_does(owner: object, old: str, new: str) -> None:
+    with pytest.warns(DeprecationWarning, match=rf"\.{old} is {new} now"):
+        assert getattr(owner, old) is getattr(owner, new)
+
+
+def test_an_old_argument_is_taken_as_the_new_one() -> None:
+    with pytest.warns(DeprecationWarning, match="cleanup_timeout=") as warned:
+        assert Wrapper(unwind_grace=3.0).settings.cleanup_timeout == 3.0
+    assert warned[0].filename == __file__
+
+
+def test_both_at_once_are_refused() -> None:
+    with pytest.raises(TypeError, match="unwind_grace=3"), pytest.warns(DeprecationWarning):
+        Wrapper(unwind_grace=3, cleanup_timeout=3)
+
+
+def test_a_name_that_never_was_is_none() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'Drain'"):
+        _ = exception.Drain  # type: ignore[attr-defined]
+
+
+def test_nvrx_calls_a_timeout_so() -> None:
+    assert exception.TimeoutError is exception.RestartTimeout
+    assert issubclass(exception.RestartTimeout, TimeoutError)
