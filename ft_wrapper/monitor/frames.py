@@ -29,8 +29,8 @@ from typing import Any, NamedTuple, cast
 import psutil
 
 from ..exception import RankShouldRestart
+from .kept_handlers import free_signal
 from .shared_memory import RankMemory
-from .signals import free_signal
 
 _LIBRARIES = (
     f"{os.sep}site-packages{os.sep}",

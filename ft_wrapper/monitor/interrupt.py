@@ -3,7 +3,7 @@
 The monitor thread sends a signal to that thread; the handler, which Python runs in the main thread between
 two instructions of whatever it is doing, decides there and then whether to raise. It does so only between
 entering and leaving `Interrupter.call`, outside `Interrupter.atomic` and this module's own frames, and where
-nothing would be left undone by it (`signals`).
+nothing would be left undone by it (`kept_handlers`).
 
 Where the signal lands at a wrong place, the frames outside of what is wrong are traced by instruction, and
 the exception is raised at the first right one. What is not raised there, or cannot be since a debugger
@@ -31,10 +31,10 @@ from typing import Any, ParamSpec, TypeVar
 
 from ..exception import RankShouldRestart
 from ..settings import Limits
-from . import signals
+from . import kept_handlers
 from .frames import current_exception, current_frames
+from .kept_handlers import Deferral, free_signal, outside_finalizers, replaced_by, weightier
 from .right_place import obstacle, prepare
-from .signals import Deferral, free_signal, outside_finalizers, replaced_by, weightier
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -257,7 +257,7 @@ class Interrupter:
             timeout: seconds to try at most.
         """
         deadline = time.monotonic() + timeout
-        pause = min(_FIRST_RESEND, signals.RESEND_INTERVAL)
+        pause = min(_FIRST_RESEND, kept_handlers.RESEND_INTERVAL)
         wait = 0.0
         while not self._inside.acquire(timeout=wait):
             remaining = deadline - time.monotonic()
@@ -267,7 +267,7 @@ class Interrupter:
             wait = min(pause, remaining)
             # Quickly again at first, and while it passes one ``with`` after the other and is not traced.
             quickly = self._deferral.is_passing and not self._traced
-            pause = min(_FIRST_RESEND if quickly else 2 * pause, signals.RESEND_INTERVAL)
+            pause = min(_FIRST_RESEND if quickly else 2 * pause, kept_handlers.RESEND_INTERVAL)
         self._inside.release()
         return True
 

@@ -27,7 +27,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_wrapper.exception import JobAbort, RankDrained, RankShouldRestart, RestartAbort
-from ft_wrapper.monitor import right_place, signals
+from ft_wrapper.monitor import kept_handlers, right_place
 from ft_wrapper.monitor.frames import current_exception, interruptions_unreported
 from ft_wrapper.monitor.interrupt import Interrupter
 from ft_wrapper.settings import Limits
@@ -51,11 +51,11 @@ def quick_switches() -> Iterator[None]:
 
 @contextlib.contextmanager
 def installed(
-    resend_interval: float = signals.RESEND_INTERVAL, unwind_grace: float = Limits.cleanup_timeout
+    resend_interval: float = kept_handlers.RESEND_INTERVAL, unwind_grace: float = Limits.cleanup_timeout
 ) -> Iterator[Interrupter]:
     """An interrupter for the calling thread."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(signals, "RESEND_INTERVAL", resend_interval)
+        patch.setattr(kept_handlers, "RESEND_INTERVAL", resend_interval)
         with contextlib.closing(Interrupter(unwind_grace)) as interrupter:
             yield interrupter
 
