@@ -20,7 +20,7 @@ from .. import events
 from .._files import check_open_files, raise_file_limit
 from .._text import without_secrets
 from ..monitor.identity import PROCESS_ENV, mark
-from ..monitor.kept_handlers import caught
+from ..monitor.kept_handlers import handled_signals
 from ..monitor.service import MonitorService
 from ..protocol.keys import HEAD
 from ..store.secret import AGENT_ENV, announce, warn_if_open
@@ -252,7 +252,7 @@ class Loop:
 
     def _notify(self, signum: int) -> None:
         """Passes a signal to the ranks that have a handler for it: it might end others, and their helpers."""
-        handle = {rank: one for rank, one in self._running.items() if signum in caught(one.pid)}
+        handle = {rank: one for rank, one in self._running.items() if signum in handled_signals(one.pid)}
         for process in handle.values():
             signal.pidfd_send_signal(process.pidfd, signum)
         words = "%s: handed to %s; no other running rank of this node has a handler for it"

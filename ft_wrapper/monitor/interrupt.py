@@ -3,7 +3,15 @@
 The monitor thread sends a signal to that thread; the handler, which Python runs in the main thread between
 two instructions of whatever it is doing, decides there and then whether to raise. It does so only between
 entering and leaving `Interrupter.call`, outside `Interrupter.atomic` and this module's own frames, and where
-nothing would be left undone by it (`kept_handlers`).
+`Deferral` finds that nothing is left undone by it. It cannot raise
+
+- where a frame up to the function's is at a wrong place (`right_place`): one that makes, enters or leaves a
+  ``with``, say, would leave a lock held or gradients off for good. Unless the thread is stuck there, or each
+  frame that is at a wrong place has been for a grace time (each: a long call from a wrong place does not lay
+  open what it calls). No time helps against an import, which cut short leaves a broken module behind for the
+  rest of the process, or inside torch's call from C++ into Python, where it may abort;
+- while the thread cleans up after an earlier interruption (a ``finally``, an ``except``), or is in a
+  finalizer (a ``__del__``, a generator that is closed), unless that takes longer than another grace time.
 
 Where the signal lands at a wrong place, the frames outside of what is wrong are traced by instruction, and
 the exception is raised at the first right one. What is not raised there, or cannot be since a debugger
@@ -20,6 +28,7 @@ one side writes its own field before it reads the other's, so that at least one 
 
 import contextlib
 import ctypes
+import inspect
 import queue
 import signal
 import sys
@@ -29,18 +38,22 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, ParamSpec, TypeVar
 
-from ..exception import RankShouldRestart
+from ..exception import JobAbort, RankShouldRestart, RestartAbort
 from ..settings import Limits
-from . import kept_handlers
 from .frames import current_exception, current_frames
-from .kept_handlers import Deferral, free_signal, outside_finalizers, replaced_by, weightier
+from .kept_handlers import free_signal
 from .right_place import obstacle, prepare
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
+#: Seconds between two attempts while the function does not leave; the first few follow each other faster.
+RESEND_INTERVAL = 0.02
+
 _MESSAGE = "this restart iteration is over; let the exception pass"
 _FIRST_RESEND = 0.001
+_STUCK_AFTER = 3  # resend intervals at one instruction
+_TO_LEAVE = (RestartAbort, RankShouldRestart)  # of which a group may have nothing else
 
 
 class Interrupter:
@@ -67,7 +80,8 @@ class Interrupter:
         # Written by the function's thread.
         self._armed = False
         self._depth = 0
-        self._deferral = Deferral(_run.__code__, unwind_grace)
+        self._unwind_grace = unwind_grace
+        self._deferral = Deferral(unwind_grace)
         self._traced = False
         self._atomic = Atomic(self)
         # Written by the monitor thread.
@@ -127,7 +141,6 @@ class Interrupter:
                 try:
                     if not began:
                         began = True
-                        self._deferral.begin()
                         self._armed = True
                         if not self.requested:
                             result = _run(fn, args, kwargs)
@@ -135,13 +148,13 @@ class Interrupter:
                     self._withdraw()
                     _stop_tracing(None)
                     self._leave_atomic()  # a block that the function never left
-                    self._deferral.forget()
+                    self._deferral = Deferral(self._unwind_grace)  # which holds no frame
                     self._traced = False
                     left = True
                 except BaseException as raised:
-                    error = weightier(error, raised)
+                    error = _weightier(error, raised)
         if isinstance(error, RankShouldRestart):
-            error = replaced_by(error) or error
+            error = _replaced_by(error) or error
         try:
             if self.requested and (error is None or isinstance(error, Exception)):
                 raise RankShouldRestart(_MESSAGE) from error
@@ -180,16 +193,9 @@ class Interrupter:
             _take_back_async_exception(self.thread)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
-        if not self._is_wanted() or _is_own(frame):
+        if not self._is_due() or _is_own(frame):
             return
-        wrong = obstacle(frame, _run.__code__)
-        handled = sys.exc_info()[1]
-        raises = self._deferral.may_raise(frame, wrong, handled)
-        # There it is raised by itself: outside the finalizer that would swallow it, or outside what is wrong.
-        outside = outside_finalizers(frame, wrong, handled, _run.__code__)
-        if outside is None and wrong is not None and not raises:
-            has_waited = self._deferral.has_waited
-            outside = next((each for each in reversed(wrong.frames) if not has_waited(each)), None)
+        raises, outside = self._deferral.decide(frame, sys.exc_info()[1])
         if outside is not None:
             self._trace_from(outside)
         elif raises:
@@ -197,11 +203,10 @@ class Interrupter:
         if raises:
             raise self._interruption()
 
-    def _is_wanted(self) -> bool:
+    def _is_due(self) -> bool:
         return self._armed and self.requested and not self._depth
 
     def _interruption(self) -> RankShouldRestart:
-        self._deferral.forget()
         self._deferral.interrupted()
         self._traced = False
         return RankShouldRestart(_MESSAGE)
@@ -223,7 +228,7 @@ class Interrupter:
             return None  # or it would be traced again
         if (
             event in ("opcode", "line")
-            and self._is_wanted()
+            and self._is_due()
             and self._deferral.is_right(frame, sys.exc_info()[1])
         ):
             _stop_tracing(frame)
@@ -257,7 +262,7 @@ class Interrupter:
             timeout: seconds to try at most.
         """
         deadline = time.monotonic() + timeout
-        pause = min(_FIRST_RESEND, kept_handlers.RESEND_INTERVAL)
+        pause = min(_FIRST_RESEND, RESEND_INTERVAL)
         wait = 0.0
         while not self._inside.acquire(timeout=wait):
             remaining = deadline - time.monotonic()
@@ -266,8 +271,8 @@ class Interrupter:
             self._send()
             wait = min(pause, remaining)
             # Quickly again at first, and while it passes one ``with`` after the other and is not traced.
-            quickly = self._deferral.is_passing and not self._traced
-            pause = min(_FIRST_RESEND if quickly else 2 * pause, kept_handlers.RESEND_INTERVAL)
+            quickly = self._deferral.passing is not None and not self._traced
+            pause = min(_FIRST_RESEND if quickly else 2 * pause, RESEND_INTERVAL)
         self._inside.release()
         return True
 
@@ -281,12 +286,13 @@ class Interrupter:
                     signal.pthread_kill(self.thread, self.signum)
                 return
             frame = current_frames().get(self.thread)
-            if not _is_own(frame):
-                wrong = obstacle(frame, _run.__code__)
-                if self._deferral.may_raise(frame, wrong, current_exception(self.thread)):
-                    self._interruption()
-                    self._sent_async = True
-                    _set_async_exception(self.thread, RankShouldRestart)
+            if _is_own(frame):
+                return
+            raises, _ = self._deferral.decide(frame, current_exception(self.thread))
+            if raises:
+                self._interruption()
+                self._sent_async = True
+                _set_async_exception(self.thread, RankShouldRestart)
 
 
 class Atomic:
@@ -325,12 +331,122 @@ class Atomic:
         if interrupter._depth > 1:
             interrupter._depth -= 1
             return
-        interrupter._depth = 0
-        if interrupter.requested:
-            interrupter._left_atomic.put(None)
-            if kind is None and interrupter._armed:
-                interrupter._deferral.interrupted()
-                raise RankShouldRestart(_MESSAGE)
+        interrupter._leave_atomic()
+        if interrupter.requested and interrupter._armed and kind is None:
+            interrupter._deferral.interrupted()
+            raise RankShouldRestart(_MESSAGE)
+
+
+class Deferral:
+    """Whether one function can be made to leave where it stands. Belongs to the function's thread.
+
+    Args:
+        unwind_grace: seconds for its ``finally`` and ``except`` blocks, and to come to a right place.
+
+    Attributes:
+        passing: the innermost frame with its instruction, and when that was first seen, if the thread was
+            at a wrong place when it was last looked at.
+    """
+
+    def __init__(self, unwind_grace: float) -> None:
+        self._grace = unwind_grace
+        # When the clean-up after an interruption began, or was first met; None if there was none.
+        self._grace_since: float | None = None
+        # Put off at a wrong place: which frames are at one since when, and how often the innermost
+        # instruction was seen again.
+        self._wrong_since: dict[FrameType, float] = {}
+        self.passing: tuple[FrameType, int, float] | None = None
+        self._seen_again = 0
+
+    def interrupted(self) -> None:
+        """An interruption is about to be raised: what follows is the function's clean-up."""
+        self.passing = None
+        self._wrong_since = {}
+        self._grace_since = time.monotonic()
+
+    def decide(self, frame: FrameType | None, handled: BaseException | None) -> tuple[bool, FrameType | None]:
+        """Decides about a function that stands here.
+
+        Args:
+            frame: its innermost frame.
+            handled: the exception that its thread handles.
+
+        Returns:
+            Whether it can be made to leave now. And the innermost frame of those in which the first right
+            instruction has to raise: later, or again where Python swallows what is raised here. Or None.
+        """
+        wrong = obstacle(frame, _run.__code__)
+        now = time.monotonic()
+        self._wrong_since = {each: self._wrong_since.get(each, now) for each in wrong.frames}
+        new = [each for each in wrong.frames if not self._has_waited(each)]
+        if not wrong.frames:
+            self.passing = None
+            raises = True
+        else:
+            raises = not wrong.for_good and (self._is_stuck(frame) or not new)
+        if raises and (wrong.finalizer is not None or self._is_cleaning_up(handled)):
+            if self._grace_since is None:
+                self._grace_since = now
+            raises = now - self._grace_since >= self._grace
+        if wrong.finalizer is not None:
+            return raises, wrong.finalizer.f_back
+        outside = _outside_generator(frame) if _is_in_context(handled, GeneratorExit) else None
+        if outside is None and new and not raises:
+            outside = new[-1]
+        return raises, outside
+
+    def is_right(self, frame: FrameType, handled: BaseException | None) -> bool:
+        """Whether a traced frame has come to where an interruption can be raised."""
+        wrong = obstacle(frame, _run.__code__)
+        if wrong.for_good or wrong.finalizer is not None:
+            return False
+        return all(map(self._has_waited, wrong.frames)) and not self._is_cleaning_up(handled)
+
+    def _has_waited(self, frame: FrameType) -> bool:
+        """Whether a frame has been at wrong places for so long that this does not count any more."""
+        since = self._wrong_since.get(frame)
+        return since is not None and time.monotonic() - since >= self._grace
+
+    def _is_cleaning_up(self, handled: BaseException | None) -> bool:
+        """Whether the exception being handled is an interruption, or closes a generator."""
+        kinds = GeneratorExit if self._grace_since is None else (GeneratorExit, RankShouldRestart)
+        return _is_in_context(handled, kinds)
+
+    def _is_stuck(self, frame: FrameType | None) -> bool:
+        """Whether the innermost frame has been at this instruction for several resends, and seen so often.
+
+        By time alone, a thread that gets no processor would seem to be stuck wherever it waits for one. The
+        frame is kept until the next attempt, since a new one could get its address.
+        """
+        if frame is None:
+            return False
+        now = time.monotonic()
+        if self.passing is None or self.passing[:2] != (frame, frame.f_lasti):
+            self.passing = (frame, frame.f_lasti, now)
+            self._seen_again = 0
+        else:
+            self._seen_again += 1
+        long = now - self.passing[2] >= _STUCK_AFTER * RESEND_INTERVAL
+        return long and self._seen_again >= _STUCK_AFTER
+
+
+def _outside_generator(frame: FrameType | None) -> FrameType | None:
+    """What called the innermost generator: it does not see what is raised in one that is being closed."""
+    while frame is not None and frame.f_code is not _run.__code__:
+        if frame.f_code.co_flags & inspect.CO_GENERATOR:
+            return frame.f_back
+        frame = frame.f_back
+    return None
+
+
+def _is_in_context(
+    error: BaseException | None, kinds: type[BaseException] | tuple[type[BaseException], ...]
+) -> bool:
+    for _ in range(100):
+        if error is None or isinstance(error, kinds):
+            return error is not None
+        error = error.__context__
+    return False
 
 
 def _run(fn: Callable[..., T], args: Any, kwargs: Any) -> T:
@@ -363,6 +479,31 @@ def _stop_tracing(frame: FrameType | None) -> None:
 def _stop_tracing_frame(frame: FrameType) -> None:
     frame.f_trace = None
     frame.f_trace_opcodes = False
+
+
+def _replaced_by(interruption: RankShouldRestart) -> BaseException | None:
+    """What was leaving the function when an interruption took its place: a Ctrl-C, which must not be lost."""
+    link = interruption.__context__
+    while link is not None:
+        if isinstance(link, (KeyboardInterrupt, SystemExit)):
+            return link
+        link = link.__context__
+    return None
+
+
+def _weightier(error: BaseException | None, raised: BaseException) -> BaseException:
+    """Which of two exceptions counts; of a group that a task group has made, the wrapper's own.
+
+    Args:
+        error: what came first; None if nothing did.
+        raised: what came after it.
+    """
+    if isinstance(raised, BaseExceptionGroup):
+        groups = map(raised.subgroup, (JobAbort, RestartAbort, RankShouldRestart))
+        raised = next((group for group in groups if group is not None), raised)
+        while isinstance(raised, BaseExceptionGroup) and raised.split(_TO_LEAVE)[1] is None:
+            raised = raised.exceptions[0]
+    return raised if error is None or not isinstance(raised, (Exception, RankShouldRestart)) else error
 
 
 class _Replaced(Exception):

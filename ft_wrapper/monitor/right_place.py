@@ -42,7 +42,7 @@ _DOORS = (
 
 
 class Obstacle(NamedTuple):
-    """Why an interrupt may not be raised now.
+    """Why an interrupt may not be raised now; without frames it may.
 
     Args:
         frames: the frames at a wrong place, the outermost last.
@@ -55,8 +55,8 @@ class Obstacle(NamedTuple):
     finalizer: FrameType | None
 
 
-def obstacle(frame: FrameType | None, end: CodeType) -> Obstacle | None:
-    """Returns why nothing may be raised in a thread that stands here, or None at a right place.
+def obstacle(frame: FrameType | None, end: CodeType) -> Obstacle:
+    """Returns why nothing may be raised in a thread that stands here.
 
     Args:
         frame: the thread's innermost frame.
@@ -77,7 +77,7 @@ def obstacle(frame: FrameType | None, end: CodeType) -> Obstacle | None:
             finalizer = frame
         only_torch = only_torch and known.torch
         frame = frame.f_back
-    return Obstacle(tuple(wrong), for_good, finalizer) if wrong else None
+    return Obstacle(tuple(wrong), for_good, finalizer)
 
 
 def prepare(frame: FrameType | None, end: CodeType) -> None:

@@ -24,7 +24,7 @@ from ..environment import formation_size
 from ..exception import RankExcluded, StoreError
 from ..log_lines import note_slot
 from ..monitor import beside, frames, identity, interrupt, shared_memory, threads
-from ..monitor.kept_handlers import KeptSignals
+from ..monitor.kept_handlers import KeptHandlers
 from ..monitor.line import MonitorLine, ask_agent
 from ..protocol import Agreement
 from ..protocol.membership import Membership
@@ -135,7 +135,7 @@ class Resources:
         self.is_in_time = True
         self.monitor_lost = threading.Event()
         self.store_lost: StoreError | None = None
-        self.signals = KeptSignals()
+        self.signals = KeptHandlers()
         limits = settings.limits
         slot, size = base.initial_rank or 0, formation_size(base.world_size)
         note_slot(slot)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ctypes
 import gc
+import inspect
 import itertools
 import logging
 import multiprocessing
@@ -27,7 +28,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_wrapper.exception import JobAbort, RankDrained, RankShouldRestart, RestartAbort
-from ft_wrapper.monitor import kept_handlers, right_place
+from ft_wrapper.monitor import interrupt, right_place
 from ft_wrapper.monitor.frames import current_exception, interruptions_unreported
 from ft_wrapper.monitor.interrupt import Interrupter
 from ft_wrapper.settings import Limits
@@ -51,11 +52,11 @@ def quick_switches() -> Iterator[None]:
 
 @contextlib.contextmanager
 def installed(
-    resend_interval: float = kept_handlers.RESEND_INTERVAL, unwind_grace: float = Limits.cleanup_timeout
+    resend_interval: float = interrupt.RESEND_INTERVAL, unwind_grace: float = Limits.cleanup_timeout
 ) -> Iterator[Interrupter]:
     """An interrupter for the calling thread."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kept_handlers, "RESEND_INTERVAL", resend_interval)
+        patch.setattr(interrupt, "RESEND_INTERVAL", resend_interval)
         with contextlib.closing(Interrupter(unwind_grace)) as interrupter:
             yield interrupter
 
@@ -716,6 +717,112 @@ def test_no_lock_is_left_held(interrupter: Interrupter, kind: str) -> None:
         interrupted(interrupter, fn)
         leaked += not is_free()
     assert leaked == 0
+
+
+# ---- the decision whether to raise
+
+
+class Frame(SimpleNamespace):
+    """What is looked at in a frame."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+    def __init__(self, name: str, back: Frame | None = None, file: str = "train.py", flags: int = 0) -> None:
+        code = compile(f"def {name}(): pass", file, "exec").co_consts[0]
+        code = code.replace(co_flags=code.co_flags | flags)
+        super().__init__(f_code=code, f_lasti=0, f_back=back)
+
+
+class Decides:
+    """A deferral with a grace of one second, and its clock."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+        self.deferral = interrupt.Deferral(unwind_grace=1.0)
+
+    def after(self, seconds: float, frame: Any, handled: BaseException | None = None) -> Any:
+        self.now += seconds
+        raises, outside = self.deferral.decide(frame, handled)
+        return raises, outside and outside.f_code.co_name
+
+
+@pytest.fixture
+def decides(monkeypatch: pytest.MonkeyPatch) -> Decides:
+    return Decides(monkeypatch)
+
+
+def test_it_is_raised_at_a_right_place(decides: Decides) -> None:
+    assert decides.after(0.0, Frame("step", Frame("train"))) == (True, None)
+
+
+def test_a_wrong_place_gets_its_grace(decides: Decides) -> None:
+    """So does each frame that is at one; what is outside of the outermost of them raises meanwhile."""
+    outer = Frame("__enter__", Frame("train"))
+    assert decides.after(0.0, outer) == (False, "__enter__")
+    inner = Frame("close", outer)
+    assert decides.after(0.9, inner) == (False, "__enter__")
+    assert decides.after(0.2, inner) == (False, "close")  # the outer one has had its grace
+    inner.f_lasti = 2  # it moves: it is not stuck
+    assert decides.after(0.9, inner) == (True, None)
+
+
+def test_a_thread_that_is_stuck_at_a_wrong_place_gets_less(decides: Decides) -> None:
+    frame = Frame("__enter__", Frame("train"))
+    found = [decides.after(seconds, frame)[0] for seconds in (0.0, 0.1, 0.1, 0.1)]
+    assert found == [False, False, False, True]
+    assert decides.after(0.1, Frame("train")) == (True, None)
+    assert not decides.after(0.1, frame)[0]  # it has moved in between
+
+
+def test_an_import_is_never_cut_short(decides: Decides) -> None:
+    frame = Frame("step", Frame("_find_and_load", Frame("train"), "<frozen importlib._bootstrap>"))
+    assert decides.after(0.0, frame) == (False, "_find_and_load")
+    assert [decides.after(10.0, frame) for _ in range(5)] == [(False, None)] * 5
+
+
+def test_a_finalizer_gets_a_grace_of_its_own(decides: Decides) -> None:
+    """What calls it raises again: Python swallows what is raised inside."""
+    frame = Frame("__del__", Frame("train"))
+    assert decides.after(0.0, frame) == (False, "train")
+    frame.f_lasti = 2
+    assert decides.after(1.0, frame) == (False, "train")
+    frame.f_lasti = 4
+    assert decides.after(1.0, frame) == (True, "train")
+
+
+def test_a_clean_up_after_an_interruption_gets_its_grace(decides: Decides) -> None:
+    frame, handled = Frame("train"), RankShouldRestart()
+    assert decides.after(0.0, frame, handled) == (True, None)  # none of ours
+    decides.deferral.interrupted()
+    assert decides.after(0.9, frame, handled) == (False, None)
+    assert decides.after(0.2, frame, handled) == (True, None)
+
+
+def test_a_generator_that_is_closed_gets_its_grace(decides: Decides) -> None:
+    frame = Frame("step", Frame("generator", Frame("train"), flags=inspect.CO_GENERATOR))
+    assert decides.after(0.0, frame, GeneratorExit()) == (False, "train")
+    assert decides.after(1.1, frame, GeneratorExit()) == (True, "train")
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "right"),
+    [
+        ("step", "train.py", True),
+        ("__exit__", "train.py", False),
+        ("__del__", "train.py", False),
+        ("_find_and_load", "<frozen importlib._bootstrap>", False),
+    ],
+)
+def test_a_traced_frame_raises_at_a_right_place_only(
+    decides: Decides, name: str, file: str, right: bool
+) -> None:
+    frame: Any = Frame(name, Frame("train"), file)
+    assert decides.deferral.is_right(frame, None) == right
+    decides.after(0.0, frame)
+    decides.after(10.0, frame)
+    assert decides.deferral.is_right(frame, None) == (right or name == "__exit__")  # which has waited
+    assert not decides.deferral.is_right(frame, GeneratorExit())
 
 
 # ---- right places

@@ -397,7 +397,7 @@ class Try:
         if event == "opcode":
             if self.left == 0:
                 self.raised_in = frame.f_code
-                self.right = obstacle(frame, Try.outside.__code__) is None
+                self.right = not obstacle(frame, Try.outside.__code__).frames
                 raise Interrupt
             self.left -= 1
         return self.trace
@@ -505,24 +505,23 @@ OUTSIDE = stack.__code__
 )
 def test_frames_that_are_wrong_at_any_depth(name: str, file: str, for_good: bool) -> None:
     found = obstacle(stack(("main", "train.py"), (name, file), ("step", "train.py")), OUTSIDE)
-    assert found is not None
     assert ([each.f_code.co_name for each in found.frames], found.for_good) == ([name], for_good)
     assert (found.finalizer is not None) == (name in ("__del__", "unraisable_hook"))
-    assert obstacle(stack(("main", "train.py"), ("step", "train.py")), OUTSIDE) is None
+    assert obstacle(stack(("main", "train.py"), ("step", "train.py")), OUTSIDE).frames == ()
 
 
 def test_each_obstacle_is_named_and_the_outermost_finalizer() -> None:
     frames = [("__exit__", "a.py"), ("step", "s.py"), ("__del__", "b.py"), ("__del__", "c.py")]
     found = obstacle(stack(*frames), OUTSIDE)
-    assert found is not None and found.finalizer is not None
+    assert found.finalizer is not None
     assert [each.f_code.co_filename for each in found.frames] == ["c.py", "b.py", "a.py"]
     assert found.finalizer.f_code.co_filename == "b.py"
 
 
 def test_frames_outside_do_not_count() -> None:
     inside = stack(("__enter__", "a.py"), ("call", "b.py"), ("main", "c.py"))
-    assert obstacle(inside, inside.f_back.f_code) is None
-    assert obstacle(None, OUTSIDE) is None
+    assert obstacle(inside, inside.f_back.f_code).frames == ()
+    assert obstacle(None, OUTSIDE).frames == ()
 
 
 def test_what_was_prepared_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -533,7 +532,7 @@ def test_what_was_prepared_is_not_read_again(monkeypatch: pytest.MonkeyPatch) ->
     right_place.prepare(frame, frame.f_back.f_back.f_code)
     monkeypatch.setattr(right_place, "_look_at", None)
     found = obstacle(frame, frame.f_back.f_back.f_code)
-    assert found is not None and [each.f_code.co_name for each in found.frames] == ["__enter__"]
+    assert [each.f_code.co_name for each in found.frames] == ["__enter__"]
     right_place._cache.clear()
 
 
@@ -562,5 +561,5 @@ def test_torchs_doors(monkeypatch: pytest.MonkeyPatch, files: list[str], inside:
         else:
             monkeypatch.setitem(sys.modules, "torch", torch)
         found = obstacle(frame, OUTSIDE)
-        assert (found is not None and found.for_good) == (inside and torch is not None)
+        assert found.for_good == (inside and torch is not None)
     right_place._cache.clear()
