@@ -26,7 +26,8 @@ from ..exception import StoreError
 from ..settings import Limits
 from ..store.plan import StorePlan
 from .heart import Heart
-from .line import MonitorLine, send
+from .line import MonitorLine
+from .messages import Reply, send
 from .rank_monitor import await_exit
 from .service import heart_name
 from .shared_memory import RankMemory
@@ -172,12 +173,12 @@ def _watch(task: _Task, line: socket.socket, memory: RankMemory) -> None:
     try:
         server = plan.open_server() if task.hosts else None
     except StoreError as error:
-        send(line, {"error": str(error)})
+        send(line, Reply(error=str(error)).to_json())
         raise
     pidfd = os.pidfd_open(task.pid)
     heart = Heart(plan.connect, task.heart, limits)
     watch = RankWatch(limits, plan.connect, memory, line, task.pid, pidfd, heart)
-    send(line, {})
+    send(line, Reply().to_json())
     died = watch.run()
     if died:
         watch.tell_others()

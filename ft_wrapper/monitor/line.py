@@ -1,13 +1,4 @@
-"""A rank's line to its monitor, wherever that runs: in a process of its own, or inside the agent.
-
-One JSON object a line, over a stream socket. An agent hears hello first, with the memory's descriptor, and
-answers which heart beats for the rank and whether its process is replaced, or why it gets no monitor there.
-Then the rank says ``join`` (who it is), ``view`` (the iteration it is in), ``restart`` (all ranks are back,
-and this one came last), ``serve`` (open the store of an iteration; answered with its port), ``between`` (it
-has left a call, and may come to another one; answered once the monitor looks at the shared memory no more),
-``answer`` (the monitor has not looked after it for too long), ``bye`` (it leaves in order). What the monitor
-does with it is in `watch`.
-"""
+"""A rank's line to its monitor, wherever that runs: in a process of its own, or inside the agent."""
 
 import contextlib
 import dataclasses
@@ -19,7 +10,6 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from ..exception import InternalError, StoreError
 from ..protocol.records import Decision, Member, View
@@ -27,14 +17,12 @@ from ..settings import Limits
 from ..store import StorePlan
 from ..store.bounded import in_background
 from ..store.secret import AGENT_ENV, peer
+from . import messages
+from .messages import HelloReply, Message, Reply, receive, send
 from .shared_memory import RankMemory
 
 log = logging.getLogger(__name__)
 
-#: Of hello: another Python, with another ft_wrapper, may run the ranks.
-VERSION = 12
-
-_LONGEST = 1 << 16  # bytes of an answer, or of hello
 _LONGEST_POLL = 2**31 - 1  # milliseconds: some 25 days
 _ANSWER_TIMEOUT = 60.0  # seconds: the monitor only opens a port
 _SOON = 1.0  # seconds within which a monitor that lives answers, mostly
@@ -79,7 +67,7 @@ class MonitorLine:
 
     def join(self, member: Member) -> None:
         """Says who the rank is; from then on the monitor sends its heartbeat."""
-        self._send({"type": "join", "member": str(member)})
+        self._send(messages.Join(member))
 
     def enter(self, view: View, decision: Decision | None) -> None:
         """Says which iteration the rank is in; which it is there stands in the shared memory.
@@ -88,10 +76,7 @@ class MonitorLine:
             view: the iteration.
             decision: what changed since the last one said; None to say it all.
         """
-        said = (
-            {"nonce": view.nonce, "decision": decision.to_json()} if decision else {"whole": view.to_json()}
-        )
-        self._send({"type": "view", **said})
+        self._send(messages.Enter(view) if decision is None else messages.Advance(decision, view.nonce))
 
     def restarted(self, cause: str, phases: Mapping[str, float]) -> None:
         """Says that all ranks are back: for who counts restarts. From any thread.
@@ -103,7 +88,7 @@ class MonitorLine:
         Raises:
             InternalError: the monitor has ended.
         """
-        self._send({"type": "restart", "cause": cause, "phases": dict(phases)})
+        self._send(messages.Restarted(cause, tuple(phases), tuple(map(float, phases.values()))))
 
     def serve(self, host: str) -> int:
         """Has the monitor open the store that ``torch.distributed`` uses in one iteration.
@@ -120,9 +105,8 @@ class MonitorLine:
         Raises:
             StoreError: no store could be opened.
         """
-        self._send({"type": "serve", "host": host})
-        port: int = self._answer("open a store")["port"]
-        return port
+        self._send(messages.Serve(host))
+        return self._answer("open a store").port
 
     def await_answer(self) -> None:
         """Waits for a monitor that has not looked after this rank for longer than it should.
@@ -133,7 +117,7 @@ class MonitorLine:
         Raises:
             InternalError: it did not answer in time, or has ended; this rank has to leave.
         """
-        self._send({"type": "answer"})
+        self._send(messages.Respond())
         if not self._is(select.POLLIN, _SOON):
             who = (self.name, self.pid, socket.gethostname())
             log.error("this rank's %s (%d on %s) hangs: the rank stays out until it answers", *who)
@@ -151,7 +135,7 @@ class MonitorLine:
         """
         self._leaving = True
         try:
-            self._send({"type": "between"})
+            self._send(messages.LeaveCall())
             self._answer("keep watch between two calls")
         except (InternalError, OSError) as error:
             log.debug("no monitor keeps watch between two calls: %s", error)
@@ -210,20 +194,20 @@ class MonitorLine:
     def _say_bye(self) -> None:
         self._leaving = True
         try:
-            self._send({"type": "bye"})
+            self._send(messages.Leave())
         except InternalError:
             log.debug("the %s (%d) ended before it was told to", self.name, self.pid)
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def _send(self, message: Message) -> None:
         try:
             with self._sending:
-                send(self.line, message)
+                send(self.line, f"{type(message).__name__} {message.to_json()}")
         except OSError as error:
             raise InternalError(f"this rank's {self.name} ({self.pid}) ended; see {self.log_of}") from error
 
-    def _answer(self, what: str) -> dict[str, Any]:
+    def _answer(self, what: str) -> Reply:
         try:
-            answer = receive(self.line)
+            reply = Reply.from_json(receive(self.line), "reply")
         except (EOFError, ConnectionError, TimeoutError) as error:
             how = (
                 f"did not answer within {_ANSWER_TIMEOUT:g} s" if isinstance(error, TimeoutError) else "ended"
@@ -231,9 +215,9 @@ class MonitorLine:
             raise InternalError(
                 f"the {self.name} ({self.pid}) {how} when it was to {what}; see {self.log_of}"
             ) from error
-        if "error" in answer:
-            raise StoreError(answer["error"])
-        return answer
+        if reply.error:
+            raise StoreError(reply.error)
+        return reply
 
     def _watch(self) -> None:
         poll = select.poll()
@@ -265,51 +249,21 @@ def ask_agent(
     name = os.environ.get(AGENT_ENV)
     if not name:
         return None, False
-    hello = {"version": VERSION, "settings": dataclasses.asdict(limits), "store": plan.plain}
+    hello = {"version": messages.VERSION, "settings": dataclasses.asdict(limits), "store": plan.plain}
     hello["watch"] = watch and plan.plain is not None
     line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         line.settimeout(_HELLO_TIMEOUT)
         line.connect(f"\0{name}")
         socket.send_fds(line, [b"!"], [memory.fd])
-        send(line, hello)
-        answer = receive(line)
+        send(line, json.dumps(hello))
+        reply = HelloReply.from_json(receive(line), "reply to hello")
         agent = peer(line)[0]
-    except (OSError, EOFError, ValueError) as error:
-        answer = {"refused": str(error) or repr(error)}
-    replaced = answer.get("replaced") is True
-    if "refused" in answer:
-        log.debug("no monitor inside the agent: %s", answer["refused"])
+    except (OSError, EOFError, StoreError) as error:
+        reply = HelloReply(replaced=False, refused=str(error) or repr(error))
+    if reply.refused:
+        log.debug("no monitor inside the agent: %s", reply.refused)
         line.close()
-        return None, replaced
-    return MonitorLine(line, agent, on_lost, answer["heart"], is_child=False, replaced=replaced), replaced
-
-
-# ---- the wire
-
-
-def send(line: socket.socket, message: dict[str, Any]) -> None:
-    """Sends a message.
-
-    Raises:
-        OSError: the line has ended, or its timeout has passed.
-    """
-    line.sendall(json.dumps(message).encode() + b"\n")
-
-
-def receive(line: socket.socket) -> dict[str, Any]:
-    """Receives a message, the only one that is under way.
-
-    Raises:
-        EOFError: the line has ended.
-        OSError: the line has failed, or its timeout has passed.
-        ValueError: what came is no message.
-    """
-    data = b""
-    while not data.endswith(b"\n"):
-        more = line.recv(_LONGEST - len(data))
-        if not more:
-            raise EOFError("the line has ended, or says too much")
-        data += more
-    message: dict[str, Any] = json.loads(data)
-    return message
+        return None, reply.replaced
+    monitor = MonitorLine(line, agent, on_lost, reply.heart, is_child=False, replaced=reply.replaced)
+    return monitor, reply.replaced

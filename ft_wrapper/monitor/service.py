@@ -27,7 +27,7 @@ from ..store.bounded import in_background
 from ..store.plan import StorePlan, announced_plan
 from ..store.secret import ASKS, hand_out, peer
 from .heart import Heart
-from .line import VERSION, receive, send
+from .messages import VERSION, HelloReply, receive, send
 from .rank_monitor import Idle
 from .shared_memory import RankMemory
 from .watch import OnRestart, RankWatch, Stage
@@ -229,7 +229,7 @@ class MonitorService:
             except _Refused as refused:
                 log.debug("a process gets no monitor here: %s", refused)
                 with contextlib.suppress(OSError):
-                    send(attended.line, {"refused": str(refused), "replaced": attended.replaced})
+                    send(attended.line, HelloReply(attended.replaced, refused=str(refused)).to_json())
             except StoreError as error:
                 log.warning("the monitor of process %d ends; the rank leaves too: %s", attended.pid, error)
             except Exception:
@@ -280,7 +280,7 @@ class MonitorService:
             attended.watch = watch
             if self._closing:
                 return
-        send(line, {"heart": heart.name, "replaced": attended.replaced})
+        send(line, HelloReply(attended.replaced, heart.name).to_json())
         line.settimeout(None)
         died = watch.run()
         attended.process = None
@@ -332,7 +332,7 @@ def _hear_hello(line: socket.socket, fds: list[int]) -> tuple[Limits, StorePlan 
     """Receives hello; without a plan if no monitor is wanted."""
     try:
         (fd,) = fds
-        hello = receive(line)
+        hello = json.loads(receive(line))
         if hello["version"] != VERSION:
             raise ValueError(f"version {hello['version']} instead of {VERSION}")
         limits = Limits.from_json(hello["settings"])

@@ -7,7 +7,6 @@ for each of its ranks (`service`). So nothing here is about the process.
 import contextlib
 import dataclasses
 import enum
-import json
 import logging
 import math
 import os
@@ -17,16 +16,16 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
 from ..exception import StoreError
-from ..protocol.records import Decision, Member, View
 from ..settings import Limits
 from ..store import StoreMixin, serve
 from ..store.bounded import in_background, take_or_make
+from . import messages
 from .heart import Heart
+from .messages import Message, Reply
 from .rank_monitor import Idle, RankMonitor
 from .shared_memory import Phase, RankMemory
 
@@ -73,24 +72,19 @@ class RankWatch:
     """
 
     limits: Limits
-    connect: dataclasses.InitVar[Callable[[], StoreMixin]]
-    memory: dataclasses.InitVar[RankMemory]
+    connect: Callable[[], StoreMixin]
+    memory: RankMemory
     line: socket.socket
     pid: int
     pidfd: int
     heart: Heart
-    job: dataclasses.InitVar[str | None] = None
+    job: str | None = None
     on_restart: OnRestart = lambda cause, phases: None
     idle: Idle = dataclasses.field(default_factory=Idle)
 
-    def __post_init__(self, connect: Callable[[], StoreMixin], memory: RankMemory, job: str | None) -> None:
+    def __post_init__(self) -> None:
         self.stage = Stage.IN_CALL
-        pid, limits, heart, idle = self.pid, self.limits, self.heart, self.idle  # with the memory: no cycle
-        self._monitor_of: Callable[[Member], RankMonitor] = lambda member: RankMonitor(
-            connect, member, memory, pid, limits, heart, job, idle
-        )
-        self._ask_to_leave: Callable[[], bool] = lambda: _ask_to_leave(memory)
-        self._iteration_stores = IterationStores(idle.stores)
+        self._iteration_stores = IterationStores(self.idle.stores)
         self._monitor: RankMonitor | None = None
         self._unread = b""
         self._has_died = False
@@ -99,7 +93,7 @@ class RankWatch:
         with contextlib.ExitStack() as made:
             self._wake = os.eventfd(0, os.EFD_CLOEXEC)
             made.callback(self._close_wake)
-            waiter = in_background("waiting for a death", lambda: self._await_death(memory))
+            waiter = in_background("waiting for a death", self._await_death)
             made.callback(waiter.join)
             made.callback(self._iteration_stores.close)
             self._made = made.pop_all()
@@ -143,7 +137,9 @@ class RankWatch:
         Returns:
             Whether it does so where its next step begins.
         """
-        return self._ask_to_leave()
+        self.memory.leaves = True
+        is_watched = self.memory.phase == Phase.WATCHED
+        return self.memory.active and is_watched and self.memory.step is not None
 
     def tell_others(self) -> None:
         """Tells the others of the rank's death, until they go on without it; they may yet need its store.
@@ -189,19 +185,19 @@ class RankWatch:
             os.close(self._wake)
             self._wake = -1
 
-    def _await_death(self, memory: RankMemory) -> None:
+    def _await_death(self) -> None:
         """Says so if the rank has died."""
         try:
-            if memory.wait_for_death():
+            if self.memory.wait_for_death():
                 self._has_died = True
                 self._wake_up()
         except Exception:
             log.exception("cannot wait for the death of process %d, which will be noticed late", self.pid)
 
-    def _answer(self, answer: dict[str, Any]) -> None:
+    def _answer(self, reply: Reply) -> None:
         with contextlib.suppress(OSError):  # it died after it asked: its death is reported
             # Not waiting: the rank reads what it has asked for.
-            self.line.sendall(json.dumps(answer).encode() + b"\n", socket.MSG_DONTWAIT)
+            self.line.sendall(reply.to_json().encode() + b"\n", socket.MSG_DONTWAIT)
 
     def _read(self) -> bool:
         """Carries out what the rank has said so far; False at the end of file."""
@@ -217,53 +213,45 @@ class RankWatch:
             more = bool(data)
         *lines, self._unread = self._unread.split(b"\n")
         for line in lines:
-            self._carry_out(json.loads(line))
+            self._carry_out(messages.parse(line))
         return more
 
-    def _carry_out(self, message: dict[str, Any]) -> None:
-        match message["type"]:
-            case "join":
+    def _carry_out(self, message: Message) -> None:
+        match message:
+            case messages.Join(member):
                 if self._monitor is not None:
                     self._monitor.stop()  # the rank has taken another incarnation of its slot
-                member = Member.parse(message["member"], "join")
-                self._monitor = self._monitor_of(member)
+                self._monitor = RankMonitor(
+                    self.connect, member, self.memory, self.pid, self.limits, self.heart, self.job, self.idle
+                )
                 self._made.callback(self._monitor.close)
-            case "view":
+            case messages.Enter(view):
                 assert self._monitor is not None
-                self._monitor.view = self._view(message)
-            case "restart":
-                self.on_restart(message["cause"], message["phases"])
-            case "serve":
-                self._serve(message["host"])
-            case "between":  # the monitor does not look at the shared memory any more, and serves nothing
+                self._monitor.view = view
+            case messages.Advance(decision, nonce):
+                assert self._monitor is not None and self._monitor.view is not None
+                self._monitor.view = self._monitor.view.after(decision, nonce)
+            case messages.Restarted(cause, phases, seconds):
+                self.on_restart(cause, dict(zip(phases, seconds, strict=True)))
+            case messages.Serve(host):
+                self._serve(host)
+            case messages.LeaveCall():  # after that the memory is not looked at, and nothing is served
                 if self._monitor is not None:
                     self._monitor.leave_call()
                 self.stage = Stage.BETWEEN
                 self._iteration_stores.close(hand_on=True)
-                self._answer({})
-            case "bye":
+                self._answer(Reply())
+            case messages.Respond():
+                self._answer(Reply())
+            case messages.Leave():
                 self.stage = Stage.LEFT
-            case "answer":
-                self._answer({})
 
     def _serve(self, host: str) -> None:
         try:
-            answer: dict[str, Any] = {"port": self._iteration_stores.next_port(host)}
+            reply = Reply(port=self._iteration_stores.next_port(host))
         except OSError as error:
-            answer = {"error": f"cannot open the iteration's store on {host}: {error}"}
-        self._answer(answer)
-
-    def _view(self, message: dict[str, Any]) -> View:
-        if "decision" in message:
-            assert self._monitor is not None and self._monitor.view is not None
-            decision = Decision.from_json(message["decision"], "view")
-            return self._monitor.view.after(decision, message["nonce"])
-        return View.from_json(message["whole"], "view")
-
-
-def _ask_to_leave(memory: RankMemory) -> bool:
-    memory.leaves = True
-    return memory.active and memory.phase == Phase.WATCHED and memory.step is not None
+            reply = Reply(error=f"cannot open the iteration's store on {host}: {error}")
+        self._answer(reply)
 
 
 class IterationStores:

@@ -13,7 +13,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from ft_wrapper.monitor.beside import start_monitor
-from ft_wrapper.monitor.line import MonitorLine, ask_agent, receive
+from ft_wrapper.monitor.line import MonitorLine, ask_agent
+from ft_wrapper.monitor.messages import HelloReply, receive
 from ft_wrapper.monitor.shared_memory import RankMemory
 from ft_wrapper.protocol.records import Member
 from ft_wrapper.settings import Limits
@@ -118,7 +119,7 @@ def say_hello(agent: str, hello: bytes, with_memory: bool) -> str | None:
         return None
     with line:
         line.settimeout(TIMEOUT)
-        return str(receive(line)["refused"])
+        return HelloReply.from_json(receive(line), "reply").refused
 
 
 class Rank:

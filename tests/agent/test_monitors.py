@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import json
 import multiprocessing
 import os
@@ -29,7 +30,8 @@ from support import warm_ftrun
 from ft_wrapper.exception import StoreError
 from ft_wrapper.monitor import rank_monitor, watch
 from ft_wrapper.monitor import service as module
-from ft_wrapper.monitor.line import VERSION, ask_agent, receive, send
+from ft_wrapper.monitor.line import ask_agent
+from ft_wrapper.monitor.messages import VERSION, HelloReply, receive, send
 from ft_wrapper.monitor.service import MonitorService
 from ft_wrapper.monitor.shared_memory import RankMemory
 from ft_wrapper.protocol import Agreement, keys
@@ -111,6 +113,10 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+def mappings() -> int:
+    return Path("/proc/self/maps").read_text().count("ft_wrapper_rank")
+
+
 def await_level(measure: Callable[[], int], level: int) -> None:
     """Waits until no more are left than there were."""
     deadline = time.monotonic() + TIMEOUT
@@ -155,14 +161,16 @@ def test_death_of_a_rank_that_has_just_asked_for_a_store_is_told(
         return open_server(*args)
 
     monkeypatch.setattr(watch, "serve", serve)
-    rank.tell("say", b'{"type": "serve", "host": "127.0.0.1"}\n')
+    rank.tell("say", b'Serve {"host": "127.0.0.1"}\n')
     await_death(store, member)
 
 
 def test_deaths_are_told_and_nothing_piles_up(
-    monitors: MonitorService, start: Start, store: TCPStore
+    monitors: MonitorService, start: Start, store: TCPStore, request: pytest.FixtureRequest
 ) -> None:
     """Every other rank dies in its call; the others leave in order, and have a second call."""
+    gc.disable()  # nor does memory that ranks share wait for a collection
+    request.addfinalizer(gc.enable)
     dead = set()
     idle = threads()
     for slot in range(8):
@@ -181,9 +189,10 @@ def test_deaths_are_told_and_nothing_piles_up(
         rank.close()
         if slot == 1:
             await_level(threads, idle)
-            level = descriptors()
+            level, mapped = descriptors(), mappings()
     await_level(threads, idle)
     await_level(descriptors, level)
+    await_level(mappings, mapped)
     assert Agreement(store).ends.deaths_of(BEFORE_FIRST) == dead
 
 
@@ -292,8 +301,8 @@ def test_an_agent_that_answers_and_hangs_up_is_heard(monkeypatch: pytest.MonkeyP
         def answer() -> None:
             with listener.accept()[0] as line:
                 os.close(socket.recv_fds(line, 1, 1)[1][0])
-                assert receive(line)["watch"] is False
-                send(line, {"refused": "there is one already", "replaced": True})
+                assert json.loads(receive(line))["watch"] is False
+                send(line, HelloReply(replaced=True, refused="there is one already").to_json())
 
         agent = threading.Thread(target=answer)
         agent.start()
@@ -507,7 +516,7 @@ def test_who_is_no_rank_is_refused(
             # The service refuses another user and hangs up without reading this byte.
             with contextlib.suppress(BrokenPipeError):
                 line.sendall(b"!")
-            return str(receive(line)["refused"])
+            return HelloReply.from_json(receive(line), "reply").refused
 
     # This process is not below itself.
     assert refused() == f"process {os.getpid()} is no rank's"
