@@ -282,12 +282,20 @@ def test_one_that_is_to_leave_does_so_where_a_step_begins(memory: RankMemory, wa
 def test_what_is_no_step(memory: RankMemory, n: Any) -> None:
     ping, step = memory.make_ping()
     for tell in (step, ping) if n is not None else (step,):  # also before there is one
-        with pytest.raises(
-            TypeError, match=r"call_wrapper\.(step|ping)\(.*a step is an integer of at least 0"
-        ):
+        with pytest.raises(TypeError, match=f"{n!r}: a step is an integer of at least 0"):
             tell(n)
         assert memory.step in (None, 0)
         step(0)
+
+
+@pytest.mark.parametrize("n", [0, 3])
+def test_an_error_of_a_note_is_no_wrong_step(memory: RankMemory, n: int) -> None:
+    def note() -> None:
+        raise ValueError("no place for events")
+
+    _, step = memory.make_ping(note)
+    with pytest.raises(ValueError, match="no place for events"):
+        step(n)
 
 
 def is_mapped(address: int) -> bool:
