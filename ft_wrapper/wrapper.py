@@ -194,7 +194,7 @@ def _leave() -> None:
 
 def _note_step(member: Membership | None, memory: RankMemory) -> None:
     if member is not None:
-        member.emit("step", **memory.told_step())
+        member.emit("step", **memory.last_step())
 
 
 class Wrapper:

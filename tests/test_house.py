@@ -55,7 +55,7 @@ LINES = {
     "rank_assignment": Budget(500, 504, CORE),
     "protocol": Budget(2170, 2428, CORE),
     "store": Budget(1670, 2038, CORE),
-    "monitor": Budget(2210, 2448, CORE),
+    "monitor": Budget(2210, 2445, CORE),
     "torch_groups": Budget(1185, 1288, CORE),
     "rendezvous": Budget(1700, 1889, CORE),
     "agent": Budget(3160, 4333, SHELL),
@@ -73,7 +73,7 @@ LINES = {
 
 # Names that stand for two things, by the change that tells them apart.
 CLASSES_TWICE = {
-    CORE: {"Line", "Performer", "Span", "Watch", "_Fault"},
+    CORE: {"Line", "Performer", "Span", "_Fault"},
     SHELL: {"Entry", "FT", "Fault", "Job", "Policy"},
 }
 FUNCTIONS_TWICE = {

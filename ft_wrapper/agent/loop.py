@@ -385,7 +385,7 @@ class Loop:
         asked = process.request
         self._drop(process)
         memory = self._monitors.remove(process.pid)
-        was_to_leave = memory is not None and memory.leaves
+        was_to_leave = memory is not None and memory.leave_requested
         is_lost = memory is not None and memory.is_life_held  # in its call, whatever the exit code says
         exitcode = process.reap()
         self._logs.close(asked.rank, asked.incarnation)

@@ -114,13 +114,13 @@ def _state(memory: RankMemory | None) -> str:
     """The state of a process, by its memory; without that if it is in no call."""
     if memory is None:
         return "outside"
-    if memory.is_inside:
+    if memory.is_in_function:
         return "active" if memory.active else "spare"
-    return "restarting" if memory.has_left else "waiting"
+    return "restarting" if memory.has_restarted else "waiting"
 
 
 def _progress(memory: RankMemory) -> float:
     """When a rank last made progress, in monotonic seconds; 0.0 if that is not known."""
     told = max(memory.step_stamp, memory.ping_stamp)
     is_silent = memory.step is None and memory.ping_stamp == 0.0
-    return max(told, memory.main_stamp) if is_silent and memory.is_inside and memory.active else told
+    return max(told, memory.main_stamp) if is_silent and memory.is_in_function and memory.active else told

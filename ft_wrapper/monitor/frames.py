@@ -76,7 +76,7 @@ def _uncollected(look: Callable[[], Any]) -> Any:
 # ---- where a thread stands: for the log line of a hang, to tell who waits from who is waited for
 
 
-class Place(NamedTuple):
+class SourceLocation(NamedTuple):
     """Where a frame is.
 
     Args:
@@ -93,8 +93,8 @@ class Place(NamedTuple):
         return f"{os.path.basename(self.file)}:{self.line} in {self.function}"
 
 
-def whereabouts(thread: int) -> str | None:
-    """Says what a thread is doing.
+def describe_thread(thread: int) -> str | None:
+    """Describes what a thread is doing.
 
     Args:
         thread: its identifier, as ``threading.get_ident()`` has it.
@@ -102,10 +102,10 @@ def whereabouts(thread: int) -> str | None:
     Returns:
         The function it is in and the line of the user's code that led there; None if there is no such thread.
     """
-    return stack_in_words(list(places(current_frames().get(thread))))
+    return describe_stack(list(locations(current_frames().get(thread))))
 
 
-def stack_in_words(stack: Sequence[Place]) -> str | None:
+def describe_stack(stack: Sequence[SourceLocation]) -> str | None:
     """Says where a stack stands: the function it is in, and the line of the user's code that led there.
 
     Args:
@@ -126,10 +126,10 @@ def is_library(file: str) -> bool:
     return any(part in file for part in _LIBRARIES)
 
 
-def places(frame: FrameType | None) -> Iterator[Place]:
+def locations(frame: FrameType | None) -> Iterator[SourceLocation]:
     """The frame's place, and those of its callers."""
     while frame is not None:
-        yield Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        yield SourceLocation(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back
 
 
@@ -164,7 +164,7 @@ class StackDump:
         os.close(self._write)
 
 
-def where_it_stands(memory: RankMemory, pid: int, pidfd: int) -> str | None:
+def describe_main_thread(memory: RankMemory, pid: int, pidfd: int) -> str | None:
     """Says where a rank's main thread stands, which is about to be ended. Takes at most half a second.
 
     Args:
@@ -173,7 +173,7 @@ def where_it_stands(memory: RankMemory, pid: int, pidfd: int) -> str | None:
         pidfd: of that.
 
     Returns:
-        As `whereabouts`; None if it cannot be said: there is no main thread to ask, or it does not answer.
+        As `describe_thread`; None if there is no main thread to ask, or it does not answer.
     """
     signum = memory.dump_signal
     if not signum:
@@ -199,7 +199,7 @@ def where_it_stands(memory: RankMemory, pid: int, pidfd: int) -> str | None:
     finally:
         os.close(pipe)
     frames = _FRAME.findall(text.decode(errors="replace"))
-    return stack_in_words([Place(file, int(line), function) for file, line, function in frames])
+    return describe_stack([SourceLocation(file, int(line), function) for file, line, function in frames])
 
 
 def is_stopped(pid: int) -> bool:

@@ -17,16 +17,15 @@ from torch._C._distributed_c10d import TCPStore
 
 from .. import events
 from ..attribution import Interruption
-from ..exception import StoreError
 from ..protocol import Agreement
 from ..protocol import keys as names
 from ..protocol.deaths import await_others, report_deaths
 from ..protocol.neighbours import NeighbourWatch
-from ..protocol.records import Fault, Member, View
+from ..protocol.records import Fault, Member, MemberRecord, View
 from ..settings import Limits
 from ..store import StoreMixin
 from ..store.bounded import in_background, take_or_make
-from .frames import is_stopped, where_it_stands
+from .frames import describe_main_thread, is_stopped
 from .heart import Heart
 from .shared_memory import Phase, RankMemory
 
@@ -120,10 +119,10 @@ class RankMonitor:
         self._pauses = Pauses(self.limits.monitor_process_interval, time.monotonic())
         self._reported = names.BEFORE_FIRST - 1  # iteration whose soft timeout has been published
         self._is_dying = False  # or has died, as far as is known
-        self._is_death_told = False
+        self._is_death_published = False
         self._left_out_at = math.inf  # when the heart saw that the others went on without this rank
-        self._tellers: list[threading.Thread] = []  # of soft timeouts
-        self._step_told_at, self._step_told = -math.inf, dict[str, Any]()
+        self._publishers: list[threading.Thread] = []  # of soft timeouts
+        self._step_emitted_at, self._step_emitted = -math.inf, dict[str, Any]()
         self.heart.add(self)
 
     @property
@@ -143,7 +142,7 @@ class RankMonitor:
         by its death; and the store may end with the job, while this rank still does something else.
         """
         self.is_between = True
-        if self._client is not None and not any(teller.is_alive() for teller in self._tellers):
+        if self._client is not None and not any(publisher.is_alive() for publisher in self._publishers):
             self.idle.clients.append(self._client)
             self._client = None
 
@@ -154,8 +153,8 @@ class RankMonitor:
     def close(self) -> None:
         """Stops the heartbeat, and lets go of the store."""
         self.stop()
-        for teller in self._tellers:
-            teller.join()
+        for publisher in self._publishers:
+            publisher.join()
         if self._client is not None:
             self._client.close()
 
@@ -170,11 +169,12 @@ class RankMonitor:
         self._agreement.store.patience = self.limits.termination_grace_time
         if self.is_between:
             # As it always ends, mostly: no fault. Those who go on to another call must not wait for it.
-            self._tell_death(None, False, self.limits.termination_grace_time)
-        elif not self._is_death_told and self.memory.leaves:  # it was ended, as it had no step to leave at
-            self._publish_death(Interruption.BASE_EXCEPTION, "was drained")
-        elif not self._is_death_told:
-            self._publish_death(Interruption.TERMINATED, "died")
+            self._report_death(None, False, self.limits.termination_grace_time)
+        elif not self._is_death_published:
+            if self.memory.leave_requested:  # it was ended, as it had no step to leave at
+                self._publish_death(Interruption.BASE_EXCEPTION, "was drained")
+            else:
+                self._publish_death(Interruption.TERMINATED, "died")
         self._agreement.ends.say_goodbye(self.member)  # it cannot do so itself any more
 
     def await_next(self) -> None:
@@ -199,7 +199,7 @@ class RankMonitor:
         self._pauses.look(now)
         if self._is_dying:
             return
-        self._tell_step(now)
+        self._emit_step(now)
         to_leave, stays, hard, soft = self._left(now)
         if to_leave <= 0.0:
             self._end_rank(pidfd, "did not leave, though the others had gone on without it")
@@ -217,8 +217,9 @@ class RankMonitor:
         elif soft <= 0.0:
             self._reported = n = self.memory.iteration
             # Not here: a store that is out of reach for the moment must not keep the hard timeout waiting.
-            teller = in_background("telling of a soft timeout", lambda: self._publish_soft_timeout(n))
-            self._tellers = [*(one for one in self._tellers if one.is_alive()), teller]
+            what = f"telling the other ranks that {self._name()} made no progress"
+            publisher = in_background(what, lambda: self._publish_soft_timeout(n))
+            self._publishers = [*(one for one in self._publishers if one.is_alive()), publisher]
 
     def _left(self, now: float) -> tuple[float, float, float, float]:
         """Seconds until the rank has to have left the job, the function; to the hard and the soft timeout.
@@ -271,17 +272,14 @@ class RankMonitor:
 
     def note_left_out(self, left_out: bool) -> None:
         """Hears, from its heart, whether the others have gone on without the rank."""
-        if not left_out:
-            self._left_out_at = math.inf
-        elif self._left_out_at == math.inf:
-            self._left_out_at = time.monotonic()
+        self._left_out_at = min(self._left_out_at, time.monotonic()) if left_out else math.inf
 
     def _emit_fault(self, view: View, interruption: Interruption) -> None:
         memory = self.memory
         more: dict[str, Any] = {"kind": interruption.name, "ends": memory.active}
         if interruption in (Interruption.SOFT_TIMEOUT, Interruption.HARD_TIMEOUT):
             more["since"] = memory.progress_stamp(self.limits.progress_watchdog_interval)
-        self._emit("fault", view, **more, **(memory.told_step() if memory.iteration == view.n else {}))
+        self._emit("fault", view, **more, **(memory.last_step() if memory.iteration == view.n else {}))
 
     def _emit(self, event: str, view: View, **fields: Any) -> None:
         member = {"slot": self.member.slot, "incarnation": self.member.incarnation}
@@ -289,15 +287,15 @@ class RankMonitor:
         where = {"iteration": view.n, "call": view.call, "nonce": view.nonce}
         events.emit(event, **job, **where, **member, **fields)
 
-    def _tell_step(self, now: float) -> None:
+    def _emit_step(self, now: float) -> None:
         """Notes which step is on, once a second: not in the rank's process, which has other things to do."""
         view, memory = self.view, self.memory
-        if now - self._step_told_at < _STEP_EVERY or view is None or not events.are_enabled():
+        if now - self._step_emitted_at < _STEP_EVERY or view is None or not events.are_enabled():
             return
-        n, step = memory.iteration, memory.told_step()
-        if not step or step == self._step_told or memory.iteration != n or view.n != n:
+        n, step = memory.iteration, memory.last_step()
+        if not step or step == self._step_emitted or memory.iteration != n or view.n != n:
             return
-        self._step_told_at, self._step_told = now, step
+        self._step_emitted_at, self._step_emitted = now, step
         self._emit("step", view, **step)
 
     def _publish_soft_timeout(self, n: int) -> None:
@@ -307,52 +305,44 @@ class RankMonitor:
         message = f"made no progress for soft_timeout={self.limits.soft_timeout:g} s"
         fault = self._fault(Interruption.SOFT_TIMEOUT, message)
         self._emit_fault(view, fault.interruption)
-        try:
-            self._agreement.ends.report_fault(view.n, fault)
-        except StoreError as error:
-            log.warning("cannot tell the other ranks that %s %s: %s", self._name(), message, error)
+        self._agreement.ends.report_fault(view.n, fault)
 
     def _publish_death(self, interruption: Interruption, message: str) -> None:
         if self.view is not None and not self._is_dying:
             self._emit_fault(self.view, interruption)
         self._is_dying = True
         fault = self._fault(interruption, message)
-        self._tell_death(fault, self.memory.active, self.limits.barrier_timeout)
-        self._is_death_told = True
+        self._report_death(fault, self.memory.active, self.limits.barrier_timeout)
+        self._is_death_published = True
 
-    def _tell_death(self, fault: Fault | None, active: bool, timeout: float) -> None:
-        returns = self.limits.replaced and not self.memory.leaves
+    def _report_death(self, fault: Fault | None, active: bool, timeout: float) -> None:
+        returns = self.limits.replaced and not self.memory.leave_requested
         report_deaths(
             self._agreement, self.view, {self.member: fault}, active=active, timeout=timeout, returns=returns
         )
 
-    def _publish_end(self, message: str) -> None:
-        try:
-            self._publish_death(Interruption.HARD_TIMEOUT, message)
-        except StoreError as error:
-            log.warning("cannot tell the other ranks that %s is ended: %s", self._name(), error)
-
     def _end_rank(self, pidfd: int, message: str) -> None:
         """Publishes first, then ends the process: the others do not wait for its memory to be freed."""
-        place = where_it_stands(self.memory, self.pid, pidfd)
+        place = describe_main_thread(self.memory, self.pid, pidfd)
         if place is not None:
             message += f" and stood {place}"
         log.warning("%s %s: its process is ended", self._name(), message)
-        teller = in_background("telling of a hard timeout", lambda: self._publish_end(message))
+        what = f"telling the other ranks that {self._name()} is ended"
+        publisher = in_background(what, lambda: self._publish_death(Interruption.HARD_TIMEOUT, message))
         for number in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, number)
             if await_exit(pidfd, self.limits.termination_grace_time):
                 break
-        teller.join()
+        publisher.join()
 
     def _name(self) -> str:
         rank = "" if self.rank is None else f"rank {self.rank}, "
         return f"{self.member.name} ({rank}pid {self.pid} on {socket.gethostname()})"
 
     def _fault(self, interruption: Interruption, message: str) -> Fault:
-        host, now = socket.gethostname(), time.time()
-        return Fault(self.member, self.rank, interruption, message, host, self.pid, now)
+        record = MemberRecord(socket.gethostname(), self.pid)
+        return record.fault(self.member, self.rank, interruption, message, time.time())
 
 
 def await_exit(pidfd: int, seconds: float) -> bool:

@@ -60,8 +60,8 @@ class RankMemory(ctypes.Structure):
         monitor_stamp: when the monitor last looked after the rank; 0.0 if it has not yet.
         end_stamp: when the process began to wait, at its end, for what the function has left; else 0.0.
         leave_stamp: since when it is being interrupted, so that it leaves the function; 0.0 if it is not.
-        is_inside: whether the rank is in the function, or a spare.
-        has_left: whether an iteration of its call has ended by a fault.
+        is_in_function: whether the rank is in the function, or a spare.
+        has_restarted: whether an iteration of its call has ended by a fault.
         phase: whether the stamps count. Changed with `enter_phase`.
         iteration: the global restart iteration that the rank is in; -1 for none.
         active: whether the rank calls the function in this iteration, rather than being a spare.
@@ -69,8 +69,8 @@ class RankMemory(ctypes.Structure):
             timeout applies.
         dump_signal: by which the rank is asked where it stands; 0 if it cannot be asked.
         dump_fd: the rank's descriptor that the answer comes by.
-        leaves: whether the rank was asked to leave the job, which the agent writes; or was excluded, which
-            the rank writes where its call ends.
+        leave_requested: whether the rank was asked to leave the job, which the agent writes; or was excluded,
+            which the rank writes where its call ends.
         is_life_held: whether the rank is in its call; once its process has ended, whether it ended in it.
 
     Raises:
@@ -85,7 +85,8 @@ class RankMemory(ctypes.Structure):
         *((name, ctypes.c_uint64) for name in ("_step", "_first_step")),
         *((name, ctypes.c_int64) for name in ("phase", "iteration", "_rank", "hang_protection_disabled")),
         *((name, ctypes.c_int64) for name in ("dump_signal", "dump_fd")),
-        *((name, ctypes.c_bool) for name in ("active", "is_inside", "has_left", "is_life_held", "leaves")),
+        *((name, ctypes.c_bool) for name in ("active", "is_in_function", "has_restarted")),
+        *((name, ctypes.c_bool) for name in ("is_life_held", "leave_requested")),
     )
     main_stamp: float
     gil_stamp: float
@@ -97,12 +98,12 @@ class RankMemory(ctypes.Structure):
     phase: int
     iteration: int
     active: bool
-    is_inside: bool
-    has_left: bool
+    is_in_function: bool
+    has_restarted: bool
     hang_protection_disabled: int
     dump_signal: int
     dump_fd: int
-    leaves: bool
+    leave_requested: bool
     fd: int
     _owner: tuple[int, int] | None = None  # process and thread that hold the life by this object
 
@@ -222,12 +223,12 @@ class RankMemory(ctypes.Structure):
     def enter_iteration(self, n: int) -> None:
         """The rank is in another iteration: it has no rank yet, and has told no step."""
         self._step = _NO_STEP  # before the number, or a watcher would take it for one of this iteration
-        self.is_inside, self.has_left = False, self.iteration >= 0
+        self.is_in_function, self.has_restarted = False, self.iteration >= 0
         self.iteration, self.rank = n, None
 
     def leave_iteration(self) -> None:
         """The rank is out of the function, by a fault."""
-        self.is_inside, self.has_left, self.leave_stamp = False, True, 0.0
+        self.is_in_function, self.has_restarted, self.leave_stamp = False, True, 0.0
 
     @property
     def has_progressed(self) -> bool:
@@ -237,7 +238,7 @@ class RankMemory(ctypes.Structure):
             return self.ping_stamp > 0.0
         return step != self._first_step or self.ping_stamp > self.step_stamp
 
-    def told_step(self) -> dict[str, Any]:
+    def last_step(self) -> dict[str, Any]:
         """The step that was told last, and when it began, as fields of an event; empty if there is none."""
         step, began = self.step, self.step_stamp
         return {} if step is None else {"step": step, "began": began}
@@ -261,12 +262,12 @@ class RankMemory(ctypes.Structure):
         now, stamp = time.monotonic, self._view("ping_stamp", "d")
         number, began = self._view("_step", "Q"), self._view("step_stamp", "d")
         first = self._view("_first_step", "Q")
-        leaves = self._view("leaves", "?")
+        leave_requested = self._view("leave_requested", "?")
 
         def step(n: int) -> None:
             try:
                 follows = n > number[0]
-                if follows and not leaves[0]:
+                if follows and not leave_requested[0]:
                     number[0] = n
                     began[0] = now()
                     return
@@ -284,7 +285,7 @@ class RankMemory(ctypes.Structure):
             last = number[0]
             if n == last:
                 return  # a part of the same step
-            if leaves[0]:
+            if leave_requested[0]:
                 leave()
             if last == _NO_STEP:
                 first[0] = n
@@ -301,7 +302,7 @@ class RankMemory(ctypes.Structure):
             if step is None:
                 return
             try:  # as `step`, but without another look at the clock: together they would take twice as long
-                if step > number[0] and not leaves[0]:
+                if step > number[0] and not leave_requested[0]:
                     number[0] = step
                     began[0] = at
                     return

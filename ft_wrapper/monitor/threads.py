@@ -41,7 +41,7 @@ _libc.sem_init(_semaphore, 0, 0)
 
 
 @dataclasses.dataclass
-class Watch:
+class WatchedIteration:
     """One iteration that the monitor thread watches.
 
     Args:
@@ -80,7 +80,7 @@ class MonitorThread:
         abort: frees it from collectives.
         after_abort: called after that; may wait for the store. Exceptions of all three are logged.
         abort_may_hang: whether that needs a thread of its own, as it may not return.
-        whereabouts: says what an abort that hangs is doing.
+        describe_abort: says what an abort that hangs is doing.
         last_call_wait: seconds to gather further faults before aborting.
     """
 
@@ -90,17 +90,17 @@ class MonitorThread:
     abort: Callable[[], None]
     after_abort: Callable[[], None]
     abort_may_hang: Callable[[], bool]
-    whereabouts: Callable[[], str]
+    describe_abort: Callable[[], str]
     last_call_wait: float
 
     def __post_init__(self) -> None:
-        self._watches: queue.SimpleQueue[Watch | None] = queue.SimpleQueue()
-        self._last: Watch | None = None
+        self._watches: queue.SimpleQueue[WatchedIteration | None] = queue.SimpleQueue()
+        self._last: WatchedIteration | None = None
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ft_wrapper-monitor", daemon=True)
         self._thread.start()
 
-    def watch(self, n: int, entered: Callable[[], None], *, may_be_done: bool) -> Watch:
+    def watch(self, n: int, entered: Callable[[], None], *, may_be_done: bool) -> WatchedIteration:
         """Watches iteration n from now on.
 
         Args:
@@ -108,7 +108,7 @@ class MonitorThread:
             entered: called in this thread first, off the restart's path; its exceptions are logged.
             may_be_done: False on an active rank, until it sets the watch's before saying that it finished.
         """
-        self._last = watch = Watch(n, entered, may_be_done)
+        self._last = watch = WatchedIteration(n, entered, may_be_done)
         self._watches.put(watch)
         return watch
 
@@ -154,7 +154,7 @@ class MonitorThread:
             finally:
                 watch.handled.set()
 
-    def _await_end(self, watch: Watch) -> str | None:
+    def _await_end(self, watch: WatchedIteration) -> str | None:
         told = False
         while True:
             try:
@@ -169,7 +169,7 @@ class MonitorThread:
             if outcome is not None:
                 return outcome
 
-    def _free_main_thread(self, watch: Watch) -> None:
+    def _free_main_thread(self, watch: WatchedIteration) -> None:
         events.emit("end", iteration=watch.n)
         if self.last_call_wait > 0:
             self._stopping.wait(self.last_call_wait)
@@ -205,7 +205,7 @@ class MonitorThread:
             log.error(
                 "abort has not returned for %g s (%s); unless it does, this rank is ended at hard_timeout",
                 _ABORT_PATIENCE,
-                self.whereabouts(),
+                self.describe_abort(),
             )
         return thread
 

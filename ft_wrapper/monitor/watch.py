@@ -137,7 +137,7 @@ class RankWatch:
         Returns:
             Whether it does so where its next step begins.
         """
-        self.memory.leaves = True
+        self.memory.leave_requested = True
         is_watched = self.memory.phase == Phase.WATCHED
         return self.memory.active and is_watched and self.memory.step is not None
 

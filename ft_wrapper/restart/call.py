@@ -250,7 +250,7 @@ class Call(Performer):
             self.settings.initialize(self.state.freeze())
         self._check_health()
         self._reporter.tell(self.state)
-        self.own.memory.is_inside = True
+        self.own.memory.is_in_function = True
         if self.state.mode == Mode.INACTIVE:
             self.own.member.emit("spare")
             return self._warm_up()
@@ -306,7 +306,7 @@ class Call(Performer):
             self.own.store_lost = watch.store_lost
             self._reporter.left(watch)
         self.own.memory.leave_iteration()
-        self.own.member.emit("left", **self.own.memory.told_step(), **self.end_fields)
+        self.own.member.emit("left", **self.own.memory.last_step(), **self.end_fields)
         self.helpers.close()
         if self.settings.abort is not None or self.group.group is not None:
             release_process_groups(aborted=True, kept=self.group.group)
@@ -331,7 +331,7 @@ class Call(Performer):
         self._reporter.phases.end("arrive")
 
     def leave_if_asked(self) -> None:
-        if self.own.memory.leaves:
+        if self.own.memory.leave_requested:
             raise RankDrained
 
     def onward(self) -> None:
@@ -363,7 +363,7 @@ class Call(Performer):
         caches.clear_caches()
 
     def complete(self) -> None:
-        self.own.member.emit("done", **self.own.memory.told_step(), **self.end_fields)
+        self.own.member.emit("done", **self.own.memory.last_step(), **self.end_fields)
         self._stay.watch = None
         self.state.fn_exception = None
         if self.settings.completion is not None:

@@ -14,7 +14,7 @@ import time
 import weakref
 from typing import TypeAlias
 
-from ..monitor.frames import whereabouts
+from ..monitor.frames import describe_thread
 from ..monitor.shared_memory import RankMemory
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ def _left() -> list[str]:
     names = []
     for one in list(_noted):
         if isinstance(one, threading.Thread):
-            name = f"thread {one.name} {whereabouts(one.ident or 0) or ''}".strip()
+            name = f"thread {one.name} {describe_thread(one.ident or 0) or ''}".strip()
         else:
             name = f"process {one.name} ({one.pid})"
         if one.is_alive():

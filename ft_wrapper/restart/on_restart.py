@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING
 
 from ..exception import InternalError, StoreError
-from ..monitor.threads import Watch
+from ..monitor.threads import WatchedIteration
 from ..protocol import Agreement, keys
 from ..protocol.operations import Operations, Wake, read
 from ..state import State
@@ -71,14 +71,14 @@ class Reporter:
 
     # ---- the thread that runs the function
 
-    def left(self, watch: Watch) -> None:
+    def left(self, watch: WatchedIteration) -> None:
         """The iteration has ended by a fault, and this rank is out of the function."""
         self.ended_at = watch.ended_at
         self.phases.begin(watch.ended_at)
         self.phases.end("abort", watch.aborted_at)
         self.phases.end("leave")
 
-    def await_report(self, state: State, watch: Watch) -> None:
+    def await_report(self, state: State, watch: WatchedIteration) -> None:
         """Before `tell`, outside of what can be interrupted: waits until all active ranks have come.
 
         There is no report in a call's first iteration, or if the iteration has ended; nor after
@@ -118,7 +118,7 @@ class Reporter:
                 raise  # in the wake of the interruption, which goes on
             log.exception("on_restart failed on rank %s, and the iteration goes on", state.rank)
 
-    def _await_report(self, state: State, watch: Watch) -> RestartReport | None:
+    def _await_report(self, state: State, watch: WatchedIteration) -> RestartReport | None:
         store, n, settings = self._own.member.agreement.store, watch.n, self._own.settings
         key, deadline = keys.restarted(n), store.now() + settings.barrier_timeout
         while not watch.over.is_set():

@@ -342,7 +342,7 @@ class Resources:
         # The monitor ends, or looks no more until the next call.
         self.memory.enter_phase(shared_memory.Phase.IDLE)
         if kind is RankExcluded:
-            self.memory.leaves = True  # so that the agent counts no rank as gone
+            self.memory.leave_requested = True  # so that the agent counts no rank as gone
         if self.has_completed and kind is None and self.plan.port is None and self.monitor.between():
             # Those who go on to the next call on this store wait for this rank, as long as it lives.
             last = _remembered[self.plan.description]

@@ -6,8 +6,8 @@ import traceback
 
 from .._text import IN_LINE, cut
 from ..exception import JobAbort, RestartAbort, in_one_line
-from ..monitor.frames import Place, current_frames, is_library, is_own, users_part
-from ..monitor.threads import Watch
+from ..monitor.frames import SourceLocation, current_frames, is_library, is_own, users_part
+from ..monitor.threads import WatchedIteration
 from ..protocol.records import FOR_GOOD, SameFault, View
 
 #: Seconds in the function after which it has made progress, whether it said so (``ping``) or not.
@@ -34,7 +34,7 @@ class Stay:
     """
 
     entered_at: float = 0.0
-    watch: Watch | None = None
+    watch: WatchedIteration | None = None
     error: BaseException | None = None
     is_cause: bool = False
     fault: str | None = None
@@ -85,7 +85,7 @@ def kind_and_place(error: BaseException) -> str:
         return cut(kind, IN_LINE)
     users = [line for line in lines if not (is_own(line[0]) or is_library(line[0].f_code.co_filename))]
     frame, number = users[-1] if users else lines[0]
-    return cut(f"{kind} at {Place(frame.f_code.co_filename, number, frame.f_code.co_name)}", IN_LINE)
+    return cut(f"{kind} at {SourceLocation(frame.f_code.co_filename, number, frame.f_code.co_name)}", IN_LINE)
 
 
 def hang_of(thread: int) -> str:
@@ -97,7 +97,7 @@ def hang_of(thread: int) -> str:
     frame = current_frames().get(thread)
     while frame is not None and (is_own(frame) or is_library(frame.f_code.co_filename)):
         frame = frame.f_back
-    where = frame and f" at {Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)}"
+    where = frame and f" at {SourceLocation(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)}"
     return f"no progress{where or ''}"
 
 

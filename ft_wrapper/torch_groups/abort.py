@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..monitor.frames import current_frames, places
+from ..monitor.frames import current_frames, locations
 from ..store.bounded import in_background
 from . import nccl
 from .gloo import shut_down_gloo_sockets
@@ -55,7 +55,7 @@ def describe_pending_aborts() -> str:
 
 def _size_being_made() -> int:
     """Size, at most, of the group that some thread is making; 0 when none does."""
-    inside = (place for frame in current_frames().values() for place in places(frame))
+    inside = (place for frame in current_frames().values() for place in locations(frame))
     if not any(at.function == "_new_process_group_helper" and at.file == c10d.__file__ for at in inside):
         return 0
     size, default = os.environ.get("WORLD_SIZE", ""), c10d._world.default_pg

@@ -9,7 +9,7 @@ import traceback
 from types import FrameType
 from typing import Any
 
-from ..monitor.frames import Place, current_frames, places, stack_in_words
+from ..monitor.frames import SourceLocation, current_frames, describe_stack, locations
 from ..protocol.standing import Counted, Stood
 from ..store.bounded import in_background
 from .abort import backends_of, c10d
@@ -28,11 +28,11 @@ def current_collective(thread: int) -> tuple[str, Stood] | None:
         thread: its identifier, as ``threading.get_ident()`` has it.
 
     Returns:
-        In words, as `ft_wrapper.monitor.frames.whereabouts` but with the operation's number and group, and
+        In words, as `ft_wrapper.monitor.frames.describe_thread`, but with the number and group, and
         as data; None if there is no such thread.
     """
     frame = current_frames().get(thread)
-    words = stack_in_words(list(places(frame)))
+    words = describe_stack(list(locations(frame)))
     if frame is None or words is None:
         return None
     operation = _operation(frame)
@@ -44,8 +44,8 @@ def current_collective(thread: int) -> tuple[str, Stood] | None:
     names.sort(key=lambda one: one[0] is not group)  # the one that it stands in first
     of = names[0][1] if names and names[0][0] is group else ""
     stood = Stood(operation.f_code.co_name, of, _counts(names[:_MOST_GROUPS]))
-    inner, *outer = places(operation)
-    return stack_in_words([Place(inner.file, inner.line, str(stood)), *outer]) or words, stood
+    inner, *outer = locations(operation)
+    return describe_stack([SourceLocation(inner.file, inner.line, str(stood)), *outer]) or words, stood
 
 
 def _operation(frame: FrameType) -> FrameType | None:

@@ -28,7 +28,7 @@ from collections.abc import Iterable, Iterator
 import torch
 import torch.distributed as dist
 
-from ..monitor.frames import current_frames, places
+from ..monitor.frames import current_frames, locations
 from ..store.bounded import in_background
 from .sockets import bound_to, duplicate, shut_down, system_call, watched_by
 
@@ -84,7 +84,7 @@ def free_pending_init() -> None:
         system_call(threading.get_native_id())
     except OSError:  # the kernel does not tell who polls: whose sockets these are is not known
         return
-    files = (place.file for frame in current_frames().values() for place in places(frame))
+    files = (place.file for frame in current_frames().values() for place in locations(frame))
     if not any(file.startswith(_FOLDERS) for file in files):
         return
     pythons = (each.fileno() for each in gc.get_objects() if issubclass(type(each), socket.SocketType))

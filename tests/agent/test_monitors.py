@@ -230,7 +230,7 @@ def test_ranks_are_handed_over_as_long_as_their_processes_run(
     (late, _), _ = monitors.ranks()
     assert late is second and late.iteration == -1, "it may still be read"
     left = monitors.remove(rank.pid)
-    assert left is second and not left.leaves
+    assert left is second and not left.leave_requested
     assert len(monitors.ranks()) == 1
 
 
@@ -262,7 +262,7 @@ def test_whether_one_that_has_died_was_to_leave(
     await_death(store, member)
     await_level(threads, idle)
     memory = monitors.remove(rank.pid)
-    assert memory is not None and memory.leaves == leaves
+    assert memory is not None and memory.leave_requested == leaves
     assert monitors.remove(rank.pid) is None and not monitors.ask_to_leave(rank.pid), "it is not known"
 
 

@@ -25,7 +25,7 @@ class Rank:
         self.memory.enter_iteration(n)
 
     def enter(self, *, active: bool = True) -> None:
-        self.memory.active, self.memory.is_inside = active, True
+        self.memory.active, self.memory.is_in_function = active, True
 
     def step(self, number: int, at: float) -> None:
         self.memory._step, self.memory.step_stamp = number, at

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import pytest
 
 from ft_wrapper.monitor import frames
-from ft_wrapper.monitor.frames import current_exception, current_frames, whereabouts
+from ft_wrapper.monitor.frames import current_exception, current_frames, describe_thread
 
 # Collections begin all the time and destroy what releases the GIL, while threads come and go.
 BUSY = """
@@ -63,7 +63,7 @@ def place_while(blocks: Callable[[], object], frees: Callable[[], object], says:
         ident = started.get(timeout=60)
         place = ""
         while says not in place:
-            place = whereabouts(ident) or ""
+            place = describe_thread(ident) or ""
         return place
     finally:
         frees()
@@ -87,7 +87,7 @@ def test_a_thread_that_is_gone_is_nowhere() -> None:
     thread = threading.Thread(target=lambda: None)
     thread.start()
     thread.join(60)
-    assert thread.ident is not None and whereabouts(thread.ident) is None
+    assert thread.ident is not None and describe_thread(thread.ident) is None
 
 
 @pytest.mark.parametrize("look", [frames.current_frames, lambda: frames.current_exception(0)])

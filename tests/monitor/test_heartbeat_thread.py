@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 from counted import CountedStore
 
+from ft_wrapper.attribution import Interruption
 from ft_wrapper.exception import StoreError, StoreUnavailable
 from ft_wrapper.monitor.heart import Heart
 from ft_wrapper.monitor.rank_monitor import RankMonitor
@@ -129,11 +130,12 @@ def test_goodbyes_are_waited_for_without_reading_all_of_them_each_time(settings:
 def test_a_death_is_published_once_but_again_if_that_failed(settings: Limits) -> None:
     store = FakeStore()
     heart = Heart(lambda: store, str(MEMBER), dataclasses.replace(settings, heartbeat_interval=5.0))
-    memory = mock.Mock(active=True, rank=None, leaves=False)
+    memory = mock.Mock(active=True, rank=None, leave_requested=False)
     watching = RankMonitor(lambda: store, MEMBER, memory, 0, settings, heart)
     try:
         store.fail("append", error=StoreError("out of reach"))
-        watching._publish_end("was stopped")  # which logs that it has failed
+        with pytest.raises(StoreError):
+            watching._publish_death(Interruption.HARD_TIMEOUT, "was stopped")
         for _ in range(2):
             watching.rank_died()
     finally:

@@ -64,7 +64,7 @@ class Watched:
         clock = mock.Mock(monotonic=lambda: self.now, time=lambda: 0.0)
         monkeypatch.setattr(rank_monitor, "time", clock)
         self.memory: Any = mock.Mock(
-            told_step=dict,
+            last_step=dict,
             phase=Phase.WATCHED,
             hang_protection_disabled=0,
             iteration=0,
@@ -97,9 +97,9 @@ class Watched:
     def look(self) -> None:
         """The monitor looks, and tells what it has to tell."""
         self.monitor.keep_time(-1)
-        for teller in self.monitor._tellers:
-            teller.join(60.0)
-            assert not teller.is_alive()
+        for publisher in self.monitor._publishers:
+            publisher.join(60.0)
+            assert not publisher.is_alive()
 
     def pause(self, seconds: float) -> None:
         """Neither of them runs."""

@@ -220,8 +220,8 @@ def test_a_phase_begins_with_fresh_stamps(memory: RankMemory) -> None:
 
 def test_steps_are_told_with_the_moment_they_began(memory: RankMemory) -> None:
     notes: list[dict[str, Any]] = []
-    ping, step = memory.make_ping(lambda: notes.append(memory.told_step()))
-    assert (memory.step, memory.told_step()) == (None, {})
+    ping, step = memory.make_ping(lambda: notes.append(memory.last_step()))
+    assert (memory.step, memory.last_step()) == (None, {})
     before = time.monotonic()
     step(0)
     assert memory.step == 0 and before <= memory.step_stamp <= time.monotonic()
@@ -244,15 +244,15 @@ def test_steps_are_told_with_the_moment_they_began(memory: RankMemory) -> None:
 
 def test_whether_a_rank_is_inside(memory: RankMemory) -> None:
     memory.enter_iteration(3)
-    assert not memory.is_inside and not memory.has_left, "its first one"
-    memory.is_inside = True
+    assert not memory.is_in_function and not memory.has_restarted, "its first one"
+    memory.is_in_function = True
     memory.leave_iteration()
-    assert not memory.is_inside and memory.has_left
+    assert not memory.is_in_function and memory.has_restarted
     memory.enter_iteration(4)
-    assert not memory.is_inside and memory.has_left
-    memory.is_inside = True
+    assert not memory.is_in_function and memory.has_restarted
+    memory.is_in_function = True
     memory.enter_iteration(5)
-    assert not memory.is_inside
+    assert not memory.is_in_function
 
 
 @pytest.mark.parametrize("way", ["step", "ping"])
@@ -266,7 +266,7 @@ def test_one_that_is_to_leave_does_so_where_a_step_begins(memory: RankMemory, wa
     ping, step = memory.make_ping(leave=leave)
     tell = step if way == "step" else ping
     tell(3)
-    memory.leaves = True
+    memory.leave_requested = True
     ping()
     tell(3)  # a part of the step that is on
     for n in (4, 1):  # the next one; or the function has gone back

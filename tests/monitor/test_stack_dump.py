@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from ft_wrapper.monitor.frames import StackDump, is_stopped, where_it_stands
+from ft_wrapper.monitor.frames import StackDump, describe_main_thread, is_stopped
 from ft_wrapper.monitor.shared_memory import RankMemory
 
 sleep_with_gil = ctypes.PyDLL(None).sleep
@@ -57,7 +57,7 @@ def place_where(asked: tuple[RankMemory, int, int], says: str) -> str:
     """The answer, as soon as the child has come so far."""
     place = ""
     while says not in place:
-        place = where_it_stands(*asked) or ""
+        place = describe_main_thread(*asked) or ""
     return place
 
 
@@ -66,7 +66,7 @@ def place_where(asked: tuple[RankMemory, int, int], says: str) -> str:
 def test_says_where_the_main_thread_stands(does: Callable[[], object]) -> None:
     with rank(does) as asked:
         # The C library's own sleep ends early by the signal, and time.sleep does not.
-        place = place_where(asked, "test_stack_dump.py:") if does is wait else where_it_stands(*asked)
+        place = place_where(asked, "test_stack_dump.py:") if does is wait else describe_main_thread(*asked)
         assert place is not None and place.startswith("at test_stack_dump.py:")
 
 
@@ -87,7 +87,7 @@ def be_interrupted() -> None:
 @pytest.mark.timeout(60)
 def test_it_is_the_main_thread_even_if_that_is_being_interrupted() -> None:
     with rank(be_interrupted) as asked:
-        places = [where_it_stands(*asked) or "" for _ in range(30)]
+        places = [describe_main_thread(*asked) or "" for _ in range(30)]
     assert any(places), "none was known"
     assert not [place for place in places if " in send" in place]
 
@@ -105,7 +105,7 @@ def test_library_frames_lead_to_the_users_line() -> None:
 @pytest.mark.timeout(60)
 def test_one_that_was_never_told_how_to_answer_is_not_asked() -> None:
     with rank(wait, answers=False) as asked:
-        assert where_it_stands(*asked) is None
+        assert describe_main_thread(*asked) is None
         assert os.waitpid(asked[1], os.WNOHANG) == (0, 0), "a signal has ended it"
 
 
@@ -116,7 +116,7 @@ def test_one_that_was_stopped_says_nothing_and_is_known_as_that() -> None:
         os.kill(asked[1], signal.SIGSTOP)
         os.waitpid(asked[1], os.WUNTRACED)
         assert is_stopped(asked[1])
-        assert where_it_stands(*asked) is None
+        assert describe_main_thread(*asked) is None
 
 
 def test_closing_gives_signal_and_descriptors_back() -> None:
@@ -132,5 +132,5 @@ def test_closing_gives_signal_and_descriptors_back() -> None:
 def test_one_that_has_ended_is_none() -> None:
     with rank(lambda: None) as (memory, pid, pidfd):
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        assert where_it_stands(memory, pid, pidfd) is None
+        assert describe_main_thread(memory, pid, pidfd) is None
         assert not is_stopped(pid)

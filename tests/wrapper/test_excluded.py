@@ -56,7 +56,7 @@ def tells_whether_it_leaves(rank: Rank) -> int:
     close = RankMemory.close
 
     def tell(memory: RankMemory) -> None:
-        if memory.leaves:
+        if memory.leave_requested:
             rank.say("leaves")
         close(memory)
 
