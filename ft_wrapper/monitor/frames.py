@@ -179,27 +179,24 @@ def describe_main_thread(memory: RankMemory, pid: int, pidfd: int) -> str | None
     if not signum:
         return None
     text = b""
-    try:
-        pipe = os.open(f"/proc/{pid}/fd/{memory.dump_fd}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
+    pipe = f"/proc/{pid}/fd/{memory.dump_fd}"
+    # What fails: it has just ended by itself.
+    with contextlib.suppress(OSError), open(pipe, "rb", buffering=0, opener=_open_nonblocking) as dump:
         # To the main thread, as the dump is of the thread that gets it. The kernel gives a process's signal
         # to another thread while the main thread is being interrupted (86 of 90 times).
         signal.pidfd_send_signal(pidfd, 0 if _SYS_TGKILL else signum)
         if _SYS_TGKILL:
             ctypes.CDLL(None).syscall(_SYS_TGKILL, pid, pid, signum)
-        while connection.wait([pipe], _NEXT_LINE if text else _FIRST_LINE):
-            part = os.read(pipe, 1 << 16)
-            if not part:
-                break
+        while connection.wait([dump.fileno()], _NEXT_LINE if text else _FIRST_LINE) and (
+            part := dump.read(1 << 16)
+        ):
             text += part
-    except OSError:
-        pass  # it has just ended by itself
-    finally:
-        os.close(pipe)
     frames = _FRAME.findall(text.decode(errors="replace"))
     return describe_stack([SourceLocation(file, int(line), function) for file, line, function in frames])
+
+
+def _open_nonblocking(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def is_stopped(pid: int) -> bool:
