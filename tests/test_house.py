@@ -55,7 +55,7 @@ LINES = {
     "rank_assignment": Budget(500, 504, CORE),
     "protocol": Budget(2170, 2428, CORE),
     "store": Budget(1670, 2038, CORE),
-    "monitor": Budget(2210, 2439, CORE),
+    "monitor": Budget(2210, 2443, CORE),
     "torch_groups": Budget(1185, 1288, CORE),
     "rendezvous": Budget(1700, 1889, CORE),
     "agent": Budget(3160, 4333, SHELL),

@@ -173,12 +173,12 @@ def _watch(task: _Task, line: socket.socket, memory: RankMemory) -> None:
     try:
         server = plan.open_server() if task.hosts else None
     except StoreError as error:
-        send(line, Reply(error=str(error)).to_json())
+        send(line, vars(Reply(error=str(error))))
         raise
     pidfd = os.pidfd_open(task.pid)
     heart = Heart(plan.connect, task.heart, limits)
     watch = RankWatch(limits, plan.connect, memory, line, task.pid, pidfd, heart)
-    send(line, Reply().to_json())
+    send(line, vars(Reply()))
     died = watch.run()
     if died:
         watch.tell_others()

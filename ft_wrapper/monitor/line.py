@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import logging
 import os
 import select
@@ -201,13 +200,13 @@ class MonitorLine:
     def _send(self, message: Message) -> None:
         try:
             with self._sending:
-                send(self.line, f"{type(message).__name__} {message.to_json()}")
+                self.line.sendall(f"{type(message).__name__} {message.to_json()}\n".encode())
         except OSError as error:
             raise InternalError(f"this rank's {self.name} ({self.pid}) ended; see {self.log_of}") from error
 
     def _answer(self, what: str) -> Reply:
         try:
-            reply = Reply.from_json(receive(self.line), "reply")
+            reply = Reply(**receive(self.line))
         except (EOFError, ConnectionError, TimeoutError) as error:
             how = (
                 f"did not answer within {_ANSWER_TIMEOUT:g} s" if isinstance(error, TimeoutError) else "ended"
@@ -256,10 +255,10 @@ def ask_agent(
         line.settimeout(_HELLO_TIMEOUT)
         line.connect(f"\0{name}")
         socket.send_fds(line, [b"!"], [memory.fd])
-        send(line, json.dumps(hello))
-        reply = HelloReply.from_json(receive(line), "reply to hello")
+        send(line, hello)
+        reply = HelloReply(**receive(line))
         agent = peer(line)[0]
-    except (OSError, EOFError, StoreError) as error:
+    except (OSError, EOFError, TypeError, ValueError) as error:
         reply = HelloReply(replaced=False, refused=str(error) or repr(error))
     if reply.refused:
         log.debug("no monitor inside the agent: %s", reply.refused)

@@ -1,13 +1,16 @@
 """The messages between a rank and its monitor, wherever that runs: each is a line on a stream socket.
 
-An agent gets hello first, in JSON, with the descriptor of the shared memory, and answers with a `HelloReply`.
-Then the rank sends messages: the name of a class of this file, and its fields. Some are answered with a
-`Reply`. What the monitor does with them is in `watch`.
+An agent gets hello first, with the descriptor of the shared memory, and answers with a `HelloReply`. Then the
+rank sends messages: the name of a class of this file, and its fields as JSON. A `Reply` answers some of them.
+What the monitor does with the messages is in `watch`.
 """
 
+import json
 import socket
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ..protocol.codec import Record
 from ..protocol.records import Decision, Member, View
@@ -79,7 +82,7 @@ _MESSAGES: dict[str, type[Message]] = {kind.__name__: kind for kind in typing.ge
 
 
 @dataclass(frozen=True)
-class Reply(Record):
+class Reply:
     """What the monitor answers.
 
     Args:
@@ -92,7 +95,7 @@ class Reply(Record):
 
 
 @dataclass(frozen=True)
-class HelloReply(Record):
+class HelloReply:
     """What an agent answers to hello.
 
     Args:
@@ -118,22 +121,22 @@ def parse(line: bytes) -> Message:
     return _MESSAGES[kind].from_json(fields, kind)
 
 
-def send(line: socket.socket, text: str) -> None:
-    """Sends a line of text.
+def send(line: socket.socket, fields: Mapping[str, Any]) -> None:
+    """Sends hello, or a reply.
 
     Raises:
         OSError: the line has ended, or its timeout has passed.
     """
-    line.sendall(text.encode() + b"\n")
+    line.sendall(json.dumps(fields).encode() + b"\n")
 
 
-def receive(line: socket.socket) -> str:
-    """Receives a line of text, the only one that is under way.
+def receive(line: socket.socket) -> dict[str, Any]:
+    """Receives hello, or a reply: the only one that is under way.
 
     Raises:
         EOFError: the line has ended.
         OSError: the line has failed, or its timeout has passed.
-        UnicodeDecodeError: what came is no text.
+        ValueError: what came is no JSON.
     """
     data = b""
     while not data.endswith(b"\n"):
@@ -141,4 +144,5 @@ def receive(line: socket.socket) -> str:
         if not more:
             raise EOFError("the line has ended, or says too much")
         data += more
-    return data.decode()
+    fields: dict[str, Any] = json.loads(data)
+    return fields

@@ -229,7 +229,7 @@ class MonitorService:
             except _Refused as refused:
                 log.debug("a process gets no monitor here: %s", refused)
                 with contextlib.suppress(OSError):
-                    send(attended.line, HelloReply(attended.replaced, refused=str(refused)).to_json())
+                    send(attended.line, vars(HelloReply(attended.replaced, refused=str(refused))))
             except StoreError as error:
                 log.warning("the monitor of process %d ends; the rank leaves too: %s", attended.pid, error)
             except Exception:
@@ -280,7 +280,7 @@ class MonitorService:
             attended.watch = watch
             if self._closing:
                 return
-        send(line, HelloReply(attended.replaced, heart.name).to_json())
+        send(line, vars(HelloReply(attended.replaced, heart.name)))
         line.settimeout(None)
         died = watch.run()
         attended.process = None
@@ -332,7 +332,7 @@ def _hear_hello(line: socket.socket, fds: list[int]) -> tuple[Limits, StorePlan 
     """Receives hello; without a plan if no monitor is wanted."""
     try:
         (fd,) = fds
-        hello = json.loads(receive(line))
+        hello = receive(line)
         if hello["version"] != VERSION:
             raise ValueError(f"version {hello['version']} instead of {VERSION}")
         limits = Limits.from_json(hello["settings"])

@@ -224,7 +224,7 @@ class RankMemory(ctypes.Structure):
         """The rank is in another iteration: it has no rank yet, and has told no step."""
         self._step = _NO_STEP  # before the number, or a watcher would take it for one of this iteration
         self.is_in_function, self.has_restarted = False, self.iteration >= 0
-        self.iteration, self.rank = n, None
+        self.iteration, self._rank = n, -1
 
     def leave_iteration(self) -> None:
         """The rank is out of the function, by a fault."""
@@ -233,15 +233,15 @@ class RankMemory(ctypes.Structure):
     @property
     def has_progressed(self) -> bool:
         """Whether the function has pinged; if it tells steps, since it began the first of this iteration."""
-        step = self.step
-        if step is None:
+        step = self._step
+        if step == _NO_STEP:
             return self.ping_stamp > 0.0
         return step != self._first_step or self.ping_stamp > self.step_stamp
 
     def last_step(self) -> dict[str, Any]:
         """The step that was told last, and when it began, as fields of an event; empty if there is none."""
-        step, began = self.step, self.step_stamp
-        return {} if step is None else {"step": step, "began": began}
+        step, began = self._step, self.step_stamp
+        return {} if step == _NO_STEP else {"step": step, "began": began}
 
     def _view(self, name: str, form: str) -> Any:
         field = vars(type(self))[name]

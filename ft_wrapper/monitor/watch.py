@@ -7,6 +7,7 @@ for each of its ranks (`service`). So nothing here is about the process.
 import contextlib
 import dataclasses
 import enum
+import json
 import logging
 import math
 import os
@@ -197,7 +198,7 @@ class RankWatch:
     def _answer(self, reply: Reply) -> None:
         with contextlib.suppress(OSError):  # it died after it asked: its death is reported
             # Not waiting: the rank reads what it has asked for.
-            self.line.sendall(reply.to_json().encode() + b"\n", socket.MSG_DONTWAIT)
+            self.line.sendall(json.dumps(vars(reply)).encode() + b"\n", socket.MSG_DONTWAIT)
 
     def _read(self) -> bool:
         """Carries out what the rank has said so far; False at the end of file."""

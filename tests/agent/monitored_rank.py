@@ -119,7 +119,7 @@ def say_hello(agent: str, hello: bytes, with_memory: bool) -> str | None:
         return None
     with line:
         line.settimeout(TIMEOUT)
-        return HelloReply.from_json(receive(line), "reply").refused
+        return HelloReply(**receive(line)).refused
 
 
 class Rank:

@@ -301,8 +301,8 @@ def test_an_agent_that_answers_and_hangs_up_is_heard(monkeypatch: pytest.MonkeyP
         def answer() -> None:
             with listener.accept()[0] as line:
                 os.close(socket.recv_fds(line, 1, 1)[1][0])
-                assert json.loads(receive(line))["watch"] is False
-                send(line, HelloReply(replaced=True, refused="there is one already").to_json())
+                assert receive(line)["watch"] is False
+                send(line, vars(HelloReply(replaced=True, refused="there is one already")))
 
         agent = threading.Thread(target=answer)
         agent.start()
@@ -516,7 +516,7 @@ def test_who_is_no_rank_is_refused(
             # The service refuses another user and hangs up without reading this byte.
             with contextlib.suppress(BrokenPipeError):
                 line.sendall(b"!")
-            return HelloReply.from_json(receive(line), "reply").refused
+            return HelloReply(**receive(line)).refused
 
     # This process is not below itself.
     assert refused() == f"process {os.getpid()} is no rank's"
