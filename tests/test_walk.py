@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_house import CORE, Budget
+from test_house import Budget
 
 ROOT = Path(__file__).parent.parent
 
 WALK = {
-    "moves": Budget(80, 89, CORE),
-    "moves between packages": Budget(55, 61, CORE),
-    "files": Budget(30, 34, CORE),
+    "moves": Budget(80),
+    "moves between packages": Budget(55),
+    "files": Budget(30),
     "calls": Budget(150),
 }
 
