@@ -91,7 +91,8 @@ def replace_broken_streams() -> None:
     for name, fd in (("stdout", 1), ("stderr", 2)):
         poll = select.poll()
         poll.register(fd, 0)
-        if any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
+        events = poll.poll(0)
+        if events and events[0][1] & (select.POLLERR | select.POLLHUP):
             with open(os.devnull, "wb") as null:
                 os.dup2(null.fileno(), fd, inheritable=True)
             words = "no one reads %s of process %d any more (EPIPE): what it prints is lost, the job goes on"

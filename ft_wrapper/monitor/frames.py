@@ -220,6 +220,36 @@ def users_part(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
+def raised_at(trace: TracebackType | None) -> SourceLocation | None:
+    """The innermost line of the user's code that led to an exception; if there is none, its outermost line.
+
+    Args:
+        trace: of an exception that left the wrapped function.
+    """
+    lines = [(frame, number) for frame, number in traceback.walk_tb(users_part(trace))]
+    found = next((line for line in reversed(lines) if _is_users(line[0])), lines[0] if lines else None)
+    if found is None:
+        return None
+    frame, number = found
+    return SourceLocation(frame.f_code.co_filename, number, frame.f_code.co_name)
+
+
+def users_line(thread: int) -> SourceLocation | None:
+    """The innermost line of the user's code that a thread is in; None if it is in none.
+
+    Args:
+        thread: the thread's identifier.
+    """
+    frame = current_frames().get(thread)
+    while frame is not None and not _is_users(frame):
+        frame = frame.f_back
+    return next(locations(frame), None)
+
+
+def _is_users(frame: FrameType) -> bool:
+    return not (is_own(frame) or is_library(frame.f_code.co_filename))
+
+
 def drop_own_frames(error: BaseException) -> None:
     """Takes the wrapper's own frames from the start of a traceback, if the user's follow, and empties them.
 

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from ..attribution import Interruption, by_blame
-from .records import LEFT_BY, ArrivalEntry, Blamed, Decision, Fault, Member, SameFault, View
+from .records import FOR_GOOD, LEFT_BY, ArrivalEntry, Blamed, Decision, Fault, Member, SameFault, View
 
 _SAME_FAULTS = 4  # faults that a decision counts: who is next to fail elsewhere each time, fails differently
 
@@ -53,7 +53,7 @@ def fault_that_ends_job(decision: Decision, limit: int | None) -> SameFault | No
         limit: the argument ``max_same_faults``.
     """
     for fault in decision.same_faults:
-        if fault.is_for_good or (limit is not None and fault.count >= limit):
+        if fault.what.startswith(FOR_GOOD) or (limit is not None and fault.count >= limit):
             return fault
     return None
 

@@ -2,11 +2,10 @@
 
 import dataclasses
 import time
-import traceback
 
 from .._text import IN_LINE, cut
 from ..exception import JobAbort, RestartAbort, in_one_line
-from ..monitor.frames import SourceLocation, current_frames, is_library, is_own, users_part
+from ..monitor.frames import raised_at, users_line
 from ..monitor.threads import WatchedIteration
 from ..protocol.records import FOR_GOOD, SameFault, View
 
@@ -80,12 +79,8 @@ def kind_and_place(error: BaseException) -> str:
 
     Not the message, which may have an address or a number in it that differs each time.
     """
-    kind, lines = type(error).__name__, list(traceback.walk_tb(users_part(error.__traceback__)))
-    if not lines:
-        return cut(kind, IN_LINE)
-    users = [line for line in lines if not (is_own(line[0]) or is_library(line[0].f_code.co_filename))]
-    frame, number = users[-1] if users else lines[0]
-    return cut(f"{kind} at {SourceLocation(frame.f_code.co_filename, number, frame.f_code.co_name)}", IN_LINE)
+    kind, where = type(error).__name__, raised_at(error.__traceback__)
+    return cut(kind if where is None else f"{kind} at {where}", IN_LINE)
 
 
 def hang_of(thread: int) -> str:
@@ -94,11 +89,8 @@ def hang_of(thread: int) -> str:
     Args:
         thread: its number.
     """
-    frame = current_frames().get(thread)
-    while frame is not None and (is_own(frame) or is_library(frame.f_code.co_filename)):
-        frame = frame.f_back
-    where = frame and f" at {SourceLocation(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)}"
-    return f"no progress{where or ''}"
+    where = users_line(thread)
+    return "no progress" if where is None else f"no progress at {where}"
 
 
 def times_before(view: View, what: str) -> int:
