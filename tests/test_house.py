@@ -49,13 +49,13 @@ class Budget:
 
 
 LINES = {
-    "top": Budget(990, 1379, CORE),
+    "top": Budget(990, 1380, CORE),
     "cli": Budget(700, 825, SHELL),
     "restart": Budget(1200, 1547, CORE),
     "rank_assignment": Budget(500, 504, CORE),
     "protocol": Budget(2170, 2428, CORE),
     "store": Budget(1670, 2038, CORE),
-    "monitor": Budget(2210, 2443, CORE),
+    "monitor": Budget(2210, 2457, CORE),
     "torch_groups": Budget(1185, 1288, CORE),
     "rendezvous": Budget(1700, 1889, CORE),
     "agent": Budget(3160, 4333, SHELL),
