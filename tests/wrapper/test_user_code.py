@@ -340,6 +340,7 @@ def has_a_broken_context(rank: Rank) -> list[Any]:
     @Wrapper(**SETTINGS)
     def train(call_wrapper: CallWrapper) -> list[Any]:
         if call_wrapper.iteration == 0 and rank.slot == 1:
+            torch.cuda.is_initialized = lambda: True
             health_check.cuda_device = lambda: 0
             torch.cuda.synchronize = fail
             fail(0)
