@@ -73,7 +73,7 @@ LINES = {
 
 # Names that stand for two things, by the change that tells them apart.
 CLASSES_TWICE = {
-    CORE: {"Line", "Performer", "Span", "_Fault"},
+    CORE: {"Span", "_Fault"},
     SHELL: {"Entry", "FT", "Fault", "Job", "Policy"},
 }
 FUNCTIONS_TWICE = {

@@ -38,10 +38,10 @@ from ..torch_groups import caches, device, meeting, release, tracker, warm_up
 from ..torch_groups.collective import current_collective
 from ..torch_groups.kept import KeptGroup
 from . import forked, same_faults, torch_state
-from .loop import Left, Performer, RestartLoop
+from .loop import Outcome, RestartedProcess, RestartLoop
 from .on_restart import Reporter
 from .resources import Resources
-from .same_faults import Stay, leaves_with_fault, times_before
+from .same_faults import FunctionRun, leaves_with_fault, times_before
 from .settings import Settings
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ _WARMS_UP_AFTER = 2.0
 _check_device = CudaHealthCheck()
 
 
-class Call(Performer):
+class Call(RestartedProcess):
     """One wrapped call, from its begin to `close`.
 
     Args:
@@ -88,7 +88,7 @@ class Call(Performer):
         self.end_fields: dict[str, Any] = {}
         self.group = KeptGroup(settings.keep_groups)
         began_at = time.monotonic()
-        self._stay = Stay()
+        self._current = FunctionRun()
         self._user_store: PrefixStore | None = None
         self._place: tuple[str, Stood] | None = None  # where this rank stood, of what has ended by a hang
         self.own = Resources(settings, plan, state, function_name, self._look, self._abort, self._tell)
@@ -142,7 +142,7 @@ class Call(Performer):
 
     # ---- into the function
 
-    def know(self, view: View) -> None:
+    def enter_iteration(self, view: View) -> None:
         own, decision = self.own, view.decision
         own.memory.active = True  # until it is known: others may be waiting for this rank
         self._reporter.step = own.memory.step  # before it is forgotten
@@ -159,7 +159,7 @@ class Call(Performer):
         ctx = RankAssignmentCtx(state, store, set(decision.ranks))
         return activate_if_unsaid(assign(ctx), rank, world_size)
 
-    def take(self, state: State) -> bool:
+    def apply_state(self, state: State) -> bool:
         self.state = state
         self.own.memory.rank = state.rank
         self.own.memory.active = state.mode == Mode.ACTIVE
@@ -169,10 +169,10 @@ class Call(Performer):
         rank, size = state.active_rank, state.active_world_size or 0
         return rank is not None and caches.reset_compiled_code(rank, size)
 
-    def serve(self) -> Endpoint:
+    def open_store(self) -> Endpoint:
         return self.own.address, self.own.monitor.serve(self.own.address)
 
-    def meet(self, endpoint: Endpoint) -> None:
+    def point_to_store(self, endpoint: Endpoint) -> None:
         meeting.point_to(*endpoint)
 
     def pause(self, seconds: float) -> None:
@@ -180,14 +180,14 @@ class Call(Performer):
 
     # ---- in the function
 
-    def call_function(self, state: State) -> Left:
+    def call_function(self, state: State) -> Outcome:
         own = self.own
         own.interrupter.reset()
         self.progressed = False
-        self._stay = stay = Stay(time.monotonic())
+        self._current = run = FunctionRun(time.monotonic())
         is_spare = state.mode == Mode.INACTIVE
-        stay.watch = watch = own.thread.watch(own.member.view.n, self._report_entry, may_be_done=is_spare)
-        left = Left(has_returned=True)
+        run.watch = watch = own.thread.watch(own.member.view.n, self._report_entry, may_be_done=is_spare)
+        left = Outcome(has_returned=True)
         self._reporter.await_report(state, watch)
         try:
             try:
@@ -201,26 +201,26 @@ class Call(Performer):
             if is_spare and isinstance(caught, HealthCheckError):
                 raise  # it leaves, and ends nothing by it; else it is asked again, now that there is a fault
             if not (own.interrupter.requested and watch.is_done):  # else this spare warmed up
-                stay.error, left.has_returned = caught, False
+                run.error, left.has_returned = caught, False
             raised = caught if isinstance(caught, Exception) else caught.__cause__
             if isinstance(raised, Exception):
                 self.state.fn_exception = raised
             # A RankShouldRestart that no one asked for is the function's own.
             if not isinstance(caught, RankShouldRestart) or not own.interrupter.requested:
                 self._count(caught)
-                left.error, left.fault = caught, stay.fault
+                left.error, left.fault = caught, run.fault
                 # And not merely a collective that fails because the iteration is over.
-                stay.is_cause = watch.ended_at is None
-                stay.is_out_of_memory = out_of_memory(caught) is not None
+                run.is_cause = watch.ended_at is None
+                run.is_out_of_memory = out_of_memory(caught) is not None
             elif self._place is not None and watch.handled.wait(self.settings.barrier_timeout):
                 self._count(caught)  # now that it is known who had returned
-                left.fault = stay.fault
+                left.fault = run.fault
         except BaseException as caught:
             if leaves_with_fault(caught):
                 self._count(caught)
                 member, limit = own.member, self.settings.max_same_faults
-                member.left_by = stay.fault or ""
-                if stay.is_last:
+                member.left_by = run.fault or ""
+                if run.is_last:
                     worst = SameFault(member.left_by, limit or 0, member.member)
                     member.ended_job = same_faults.in_words(worst, limit)
                     log.error("the job ends: %s", member.ended_job)
@@ -230,7 +230,7 @@ class Call(Performer):
         return left
 
     def _count(self, error: BaseException) -> None:
-        self._stay.count(error, self.own.member.view, self.settings.max_same_faults, self.progressed)
+        self._current.count(error, self.own.member.view, self.settings.max_same_faults, self.progressed)
 
     def _body(self) -> Any:
         """What runs interruptibly."""
@@ -263,7 +263,7 @@ class Call(Performer):
 
     def _warm_up(self) -> None:
         """On a spare, which has nothing else to do until the iteration ends."""
-        watch, users = self._stay.watch, self.settings.warm_up
+        watch, users = self._current.watch, self.settings.warm_up
         assert watch is not None
         if users is False:
             return
@@ -290,14 +290,14 @@ class Call(Performer):
 
     # ---- out of the function
 
-    def settle(self) -> None:
+    def await_abort(self) -> None:
         self._settle()
         if self.own.store_lost is not None:
             raise self.own.store_lost
 
     def _settle(self) -> None:
         """Waits until everything is aborted, then ends what the function left behind."""
-        watch, self._stay.watch = self._stay.watch, None
+        watch, self._current.watch = self._current.watch, None
         if watch is not None:
             if not watch.handled.wait(_ABORTED_SOON):
                 self._log_failure()  # the abort may hang, and this process be killed for that
@@ -334,28 +334,28 @@ class Call(Performer):
         if self.own.memory.leave_requested:
             raise RankDrained
 
-    def onward(self) -> None:
+    def all_left(self) -> None:
         self._reporter.phases.end("decide")
         close_aborted_sockets()
         self.own.close_lines()
         self.own.signals.forget()  # the iteration that they may be about is over
 
-    def tidy_up(self) -> None:
+    def reset_process(self) -> None:
         self._restore()
         self.own.exit_watch.note()
         if self.settings.collect_garbage:
             caches.collect_garbage("restart")
             self.tracker.warn()  # without a collection, FSDP2's models are all alive
-        if self._stay.is_out_of_memory:
+        if self._current.is_out_of_memory:
             torch.cuda.empty_cache()  # NCCL's new groups, and other processes, want some of it
 
     def _restore(self) -> None:
         """Undoes what the function has done to the process, and says what has failed: that takes its time."""
         replace_broken_streams()
         self._log_failure()
-        error, self._stay.error = self._stay.error, None
+        error, self._current.error = self._current.error, None
         if error is not None:
-            trace = users_part(error.__traceback__) if self._stay.is_last else None
+            trace = users_part(error.__traceback__) if self._current.is_last else None
             forget_frames(error)
             error.__traceback__ = trace  # with which it leaves the call
         self._torch_state.restore()
@@ -364,7 +364,7 @@ class Call(Performer):
 
     def complete(self) -> None:
         self.own.member.emit("done", **self.own.memory.last_step(), **self.end_fields)
-        self._stay.watch = None
+        self._current.watch = None
         self.state.fn_exception = None
         if self.settings.completion is not None:
             try:
@@ -379,7 +379,7 @@ class Call(Performer):
         self.own.remember(self.state)
 
     def leave(self, error: BaseException, is_missed: bool) -> Interruption | None:
-        own, watch = self.own, self._stay.watch
+        own, watch = self.own, self._current.watch
         if isinstance(error, Exception):
             self.state.fn_exception = error
         level = logging.INFO if isinstance(error, (JobEnded, RankDrained)) else logging.ERROR
@@ -388,35 +388,35 @@ class Call(Performer):
         if isinstance(error, StoreUnavailable):
             own.store_lost = error  # it was tried for long enough; no one can be told
         if watch is not None and not own.memory.active:  # the others end the iteration, some time
-            self._stay.watch, own.thread_stays = None, True
+            self._current.watch, own.thread_stays = None, True
         if own.store_lost is None:
             is_unwatched = own.monitor_lost.is_set()
             return Interruption.MONITOR_PROCESS_EXCEPTION if is_unwatched else Interruption.BASE_EXCEPTION
-        if self._stay.watch is not None:  # whose thread waits for the store, too, and would abort nothing
-            self._stay.watch = None
+        if self._current.watch is not None:  # whose thread waits for the store, too, and would abort nothing
+            self._current.watch = None
             try:
                 self._abort()
             except Exception:
                 log.exception("abort failed: a collective may hold this rank until hard_timeout")
         return None
 
-    def gone(self) -> None:
+    def left_job(self) -> None:
         self._settle()
-        self.tidy_up()
+        self.reset_process()
         self.state.mode = Mode.TERMINATED
         if self.settings.terminate is not None:
             self.settings.terminate(self.state.freeze())
 
     def _log_failure(self) -> None:
         """Says, once, how this rank has ended the iteration, if it has."""
-        stay = self._stay
-        is_cause, stay.is_cause = stay.is_cause, False
-        if stay.error is None or not is_cause:
+        run = self._current
+        is_cause, run.is_cause = run.is_cause, False
+        if run.error is None or not is_cause:
             return
-        if stay.fault is not None and times_before(self.own.member.view, stay.fault):
+        if run.fault is not None and times_before(self.own.member.view, run.fault):
             return  # another line says that it has come again, and the restart's line what it was
         words, state = "rank %s (slot %d) failed in iteration %d", self.state
-        raised = (type(stay.error), stay.error, users_part(stay.error.__traceback__))
+        raised = (type(run.error), run.error, users_part(run.error.__traceback__))
         log.warning(words, state.rank, self.own.member.slot, state.iteration, exc_info=raised)
 
     # ---- in the monitor thread
@@ -428,20 +428,20 @@ class Call(Performer):
         is_still = memory.phase == Phase.WATCHED and stillness >= settings.soft_timeout / 2
         self._place = current_collective(self.own.interrupter.thread) if is_still else None
         if self._place is not None:
-            self._stay.hang = same_faults.hang_of(self.own.interrupter.thread)
+            self._current.hang = same_faults.hang_of(self.own.interrupter.thread)
             if stillness > _HUNG * settings.soft_timeout:
-                self._stay.hung_at = time.monotonic() - stillness
+                self._current.hung_at = time.monotonic() - stillness
 
     def _tell(self) -> None:
         """Writes into the store, which may take its time, what others want to know."""
         self._reporter.ended()  # first: the function's thread may wait for that
         warm_up.announce_cuda(self.own.client)  # the lost rank's next process may come soon
         if self._place is not None:
-            member, stay, (words, stood) = self.own.member, self._stay, self._place
+            member, run, (words, stood) = self.own.member, self._current, self._place
             ends = Agreement(self.own.client).ends
             if returned := ends.finished_in(member.view.n):
                 after = f", when ranks {sorted(returned)} had returned"
-                words, stay.hang, stay.has_kept_others_waiting = words + after, stay.hang + after, True
+                words, run.hang, run.has_kept_others_waiting = words + after, run.hang + after, True
             if self.state.rank is None or self.state.rank < _WHEREABOUTS:
                 fault = member.fault(self.state.rank, Interruption.SOFT_TIMEOUT, f"stood {words}")
                 ends.log_fault(member.view.n, dataclasses.replace(fault, stood=stood))

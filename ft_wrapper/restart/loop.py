@@ -1,7 +1,7 @@
 """The restart loop of one rank, without threads, processes and sockets of its own.
 
-The loop talks to the store through the rank's membership. A `Performer` does everything else: `Call` in a
-job, `tests.explorer.process` in the explorer. So both run the same loop.
+The loop talks to the store through the rank's membership. A `RestartedProcess` does everything else: `Call`
+in a job, `tests.explorer.process` in the explorer. So both run the same loop.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
-class Left:
+class Outcome:
     """How the rank left the function.
 
     Args:
@@ -46,7 +46,7 @@ class Left:
     fault: str | None = None
 
 
-class Performer:
+class RestartedProcess:
     """What the loop needs done in the rank's process; here nothing. What a method raises ends the loop.
 
     Attributes:
@@ -55,33 +55,33 @@ class Performer:
 
     waiting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
-    def know(self, view: View) -> None:
+    def enter_iteration(self, view: View) -> None:
         """Before the rank waits, tells its monitor which iteration it is in."""
 
     def assign(self, state: State, decision: Decision) -> State:
         """Runs the rank assignment on a state; returns the rank's new state."""
         return state
 
-    def take(self, state: State) -> bool:
+    def apply_state(self, state: State) -> bool:
         """Takes the new state; returns whether compiled code was dropped, since ranks have moved."""
         return False
 
-    def serve(self) -> Endpoint | None:
+    def open_store(self) -> Endpoint | None:
         """On active rank 0: serves the store at which ``torch.distributed`` meets; returns host and port."""
         return None
 
-    def meet(self, endpoint: Endpoint) -> None:
+    def point_to_store(self, endpoint: Endpoint) -> None:
         """Points ``torch.distributed`` to that store."""
 
-    def call_function(self, state: State) -> Left:
+    def call_function(self, state: State) -> Outcome:
         """Runs the function on an active rank, waits on a spare.
 
         Args:
             state: the rank's.
         """
-        return Left(has_returned=True)
+        return Outcome(has_returned=True)
 
-    def settle(self) -> None:
+    def await_abort(self) -> None:
         """The iteration has ended by a fault: aborts process groups, frees the function's thread."""
 
     def clean_up(self) -> None:
@@ -90,10 +90,10 @@ class Performer:
     def leave_if_asked(self) -> None:
         """Raises `RankDrained` if the rank was asked to leave the job."""
 
-    def tidy_up(self) -> None:
+    def reset_process(self) -> None:
         """Does what only this rank's next entry needs, while the others are waited for."""
 
-    def onward(self) -> None:
+    def all_left(self) -> None:
         """All have left the iteration, and the next one is decided."""
 
     def pause(self, seconds: float) -> None:
@@ -114,7 +114,7 @@ class Performer:
         """
         return None
 
-    def gone(self) -> None:
+    def left_job(self) -> None:
         """The others know, as far as they can."""
 
 
@@ -124,15 +124,15 @@ class RestartLoop:
     Args:
         member: the rank's part in the job: it is in.
         base: the rank's state; its ranks are those that the last decision speaks of.
-        performer: does what the loop does not do itself.
+        process: does what the loop does not do itself.
     """
 
-    def __init__(self, member: Membership, base: State, performer: Performer) -> None:
+    def __init__(self, member: Membership, base: State, process: RestartedProcess) -> None:
         self.member = member
         self.base = base
         self.state = base
         self.limits = member.limits
-        self.performer = performer
+        self.process = process
         self._is_spare = False
         self._runs = False
         self._error: BaseException | None = None  # by which the function was left
@@ -142,23 +142,23 @@ class RestartLoop:
         try:
             left = None
             while left is None:
-                self.performer.know(self.member.view)
+                self.process.enter_iteration(self.member.view)
                 self._consider_same_faults()
                 self.member.leave_if_excluded()
                 left = self._iterate()
         except BaseException as error:
             self._leave(error)
             raise
-        self.performer.complete()
+        self.process.complete()
         return left.value
 
-    def _iterate(self) -> Left | None:
+    def _iterate(self) -> Outcome | None:
         """One iteration; None if it has ended by a fault."""
-        member, waiting = self.member, self.performer.waiting
+        member, waiting = self.member, self.process.waiting
         fault: str | None = None
         if self.enter():
             self._runs = True
-            left = self.performer.call_function(self.state)
+            left = self.process.call_function(self.state)
             with waiting:
                 if left.error is not None:
                     member.publish(self.state.rank, left.error)
@@ -167,17 +167,17 @@ class RestartLoop:
                     return left
             self._error, fault = left.error, left.fault
             del left
-            self.performer.settle()
+            self.process.await_abort()
             self._runs = False
-        self.performer.clean_up()
-        self.performer.leave_if_asked()
+        self.process.clean_up()
+        self.process.leave_if_asked()
         assert self.base.rank is not None
         with waiting:
             proposed = member.arrive(self.base.rank, self.base.world_size, fault)
-        self.performer.tidy_up()
+        self.process.reset_process()
         with waiting:
             member.await_next(proposed)
-        self.performer.onward()
+        self.process.all_left()
         return None
 
     def enter(self) -> bool:
@@ -194,7 +194,7 @@ class RestartLoop:
         self.state.mode = Mode.INITIALIZED  # until the rank assignment says what the rank does
         self.state.iteration = n if self.limits.use_global_iteration else n - decision.first
         try:
-            state = self.performer.assign(self.state, decision)
+            state = self.process.assign(self.state, decision)
         except BarrierTimeout as error:
             member.publish(base.rank, error)  # whom it waited for lives, and does not come
             return False
@@ -208,17 +208,17 @@ class RestartLoop:
         check(state)
         self.state, self.base = state, copy.copy(state)
         self._is_spare = state.mode == Mode.INACTIVE
-        recompiles = self.performer.take(state)
-        endpoint = self.performer.serve() if state.active_rank == 0 else None
+        recompiles = self.process.apply_state(state)
+        endpoint = self.process.open_store() if state.active_rank == 0 else None
         promoted = base.mode == Mode.INACTIVE and not member.view.is_first
         entry = Entered(member.member, state.active_rank, promoted, recompiles)
         sizes = (state.world_size or 0, state.active_world_size or 0)
         entering = member.agreement.entering
-        with self.performer.waiting:
+        with self.process.waiting:
             endpoint = entering.enter(n, entry, sizes, endpoint) or member.await_endpoint(state.rank, sizes)
         if endpoint is None:
             return False
-        self.performer.meet(endpoint)
+        self.process.point_to_store(endpoint)
         return True
 
     def _consider_same_faults(self) -> None:
@@ -242,8 +242,8 @@ class RestartLoop:
         if pause:
             if worst.member == member.member:
                 log.warning("%s; trying again in %g s", same_faults.in_words(worst, limit), pause)
-            with self.performer.waiting:
-                self.performer.pause(pause)
+            with self.process.waiting:
+                self.process.pause(pause)
 
     def _leave(self, error: BaseException) -> None:
         """This rank leaves the job; the others are told, and go on."""
@@ -251,13 +251,13 @@ class RestartLoop:
         # No one plans with a discarded rank. One whose monitor thread waits for the end must bring it about;
         # a spare ends nothing.
         is_missed = not self._is_spare and (self._runs or not isinstance(error, RankDiscarded))
-        how = self.performer.leave(error, is_missed)
+        how = self.process.leave(error, is_missed)
         if how is not None:
-            with self.performer.waiting:
+            with self.process.waiting:
                 member.leave(state.rank, how, error, ends=is_missed)
                 if is_missed and state.active_rank == 0:
                     member.await_others()  # they may yet connect to the store that this rank's monitor serves
-        self.performer.gone()
+        self.process.left_job()
 
 
 def check(state: State) -> None:

@@ -79,7 +79,7 @@ _kept: dict[tuple[str, float], tuple[list[StoreMixin], str]] = {}
 os.register_at_fork(after_in_child=_kept.clear)
 
 
-class Line(Protocol):
+class HelperConnection(Protocol):
     """Connections of the function's helpers to other ranks, in one iteration."""
 
     def abort(self) -> None:
@@ -159,7 +159,7 @@ class Resources:
             self.memory.lock_life()
             self.exit_watch = ExitWatch(self.memory)
             self.waiting = shared_memory.Waits(self.memory)
-            self.lines: list[Line] = []
+            self.lines: list[HelperConnection] = []
             owned.callback(self.close_lines)
             owned.callback(close_aborted_sockets)
             owned.callback(wait_for_released_groups)

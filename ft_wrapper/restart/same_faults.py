@@ -16,8 +16,8 @@ _LONGEST_PAUSE = 10.0
 
 
 @dataclasses.dataclass
-class Stay:
-    """One stay of this rank in the function.
+class FunctionRun:
+    """One run of this rank in the function.
 
     Args:
         entered_at: when it began, in monotonic seconds.

@@ -16,7 +16,7 @@ from ft_wrapper.protocol.housekeeping import note_wanted
 from ft_wrapper.protocol.membership import Membership
 from ft_wrapper.protocol.records import Decision, Fault, Member, MemberRecord, View
 from ft_wrapper.rank_assignment import RankAssignment, RankAssignmentCtx, RankDiscarded
-from ft_wrapper.restart.loop import Left, Performer
+from ft_wrapper.restart.loop import Outcome, RestartedProcess
 from ft_wrapper.restart.report import waiting_line
 from ft_wrapper.settings import Limits
 from ft_wrapper.state import Mode, State
@@ -37,7 +37,7 @@ class CtrlC(BaseException):
     """Ctrl-C, or SIGTERM: the process leaves the job in order."""
 
 
-class SimulatedProcess(Performer):
+class SimulatedProcess(RestartedProcess):
     """One process of a slot.
 
     Args:
@@ -212,21 +212,21 @@ class SimulatedProcess(Performer):
         assert self.monitor is not None
         return self.monitor
 
-    # What its restart loop asks for; see `Performer` -------------------------------------------------------
+    # What its restart loop asks for; see `RestartedProcess` ------------------------------------------------
 
-    def know(self, view: View) -> None:
+    def enter_iteration(self, view: View) -> None:
         monitor = self._tell_monitor()
         monitor.view, monitor.rank, monitor.active = view, None, True
 
-    def take(self, state: State) -> bool:
+    def apply_state(self, state: State) -> bool:
         monitor = self._tell_monitor()
         monitor.rank, monitor.active = state.rank, state.mode == Mode.ACTIVE
         return False
 
-    def serve(self) -> Endpoint:
+    def open_store(self) -> Endpoint:
         return "host", 1
 
-    def settle(self) -> None:
+    def await_abort(self) -> None:
         if self.inside is not None:  # its own fault has ended the iteration: so it is heard
             seconds = self.simulation.scenario.step_seconds
             self._job.agreement.store.hear(keys.wake_end(self.inside), seconds)
@@ -238,7 +238,7 @@ class SimulatedProcess(Performer):
     def leave(self, error: BaseException, is_missed: bool) -> Interruption | None:
         return Interruption.BASE_EXCEPTION if self._leaves() else None
 
-    def gone(self) -> None:
+    def left_job(self) -> None:
         self.told = not self.is_silent
 
     def assign(self, state: State, decision: Decision) -> State:
@@ -251,27 +251,27 @@ class SimulatedProcess(Performer):
             raise
         return assigned
 
-    def call_function(self, state: State) -> Left:
+    def call_function(self, state: State) -> Outcome:
         simulation, scenario, store = self.simulation, self.simulation.scenario, self._job.agreement.store
         n = self._job.view.n
         simulation.invariants.entered(self, self._job.view, state)
         self.facts.entered += 1
         if state.active_rank is None:
-            return Left(has_returned=True)
+            return Outcome(has_returned=True)
         if state.active_rank == 0:
             note_wanted(store, n)
         raises = simulation.raises(self)
         for step in range(scenario.steps):
             if raises is not None and step == scenario.steps - 1:
                 simulation.raised(self, raises)
-                return Left(error=RuntimeError("simulated"))
+                return Outcome(error=RuntimeError("simulated"))
             # The wrapper waits in another thread, which interrupts this one.
             if store.hear(keys.wake_end(n), scenario.step_seconds) is not None:
                 self._hear_of_end()
-                return Left()
+                return Outcome()
         self.inside = None
         simulation.invariants.history.returned.setdefault(n, set()).add(state.active_rank)
-        return Left(has_returned=True)
+        return Outcome(has_returned=True)
 
     def _hear_of_end(self) -> None:
         self.inside = None

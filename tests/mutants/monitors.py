@@ -161,7 +161,7 @@ MUTANTS = [
     _job(
         "view-is-not-told",
         "restart/loop.py",
-        "                self.performer.know(self.member.view)\n",
+        "                self.process.enter_iteration(self.member.view)\n",
         "",
         "the monitor knows the iteration before the ranks are assigned",
     ),

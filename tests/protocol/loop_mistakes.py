@@ -12,7 +12,7 @@ from typing import Any
 from mistakes import Mistake, MistakenSimulation, at_each_step, one_job, raises
 
 from ft_wrapper.protocol.records import DONE, Decision
-from ft_wrapper.restart.loop import Left, RestartLoop
+from ft_wrapper.restart.loop import Outcome, RestartLoop
 from ft_wrapper.state import Mode, State
 from tests.explorer.process import SimulatedJob, SimulatedProcess
 from tests.explorer.stores import SimulatedStore
@@ -36,7 +36,7 @@ class Mistaken:
 
 
 class PublishesNothing(Mistaken):
-    def call_function(self, state: State) -> Left:
+    def call_function(self, state: State) -> Outcome:
         return dataclasses.replace(self._process.call_function(state), error=None)
 
 
@@ -66,11 +66,11 @@ class AssignedOnce(MistakenSimulation):
 
 
 class ArrivesFirst(RestartLoop):
-    def _iterate(self) -> Left | None:
+    def _iterate(self) -> Outcome | None:
         member = self.member
         entered = self.enter()
         if entered:
-            left = self.performer.call_function(self.state)
+            left = self.process.call_function(self.state)
             if left.error is not None:
                 member.publish(self.state.rank, left.error)
             active = self.state.active_world_size or 0
@@ -78,11 +78,11 @@ class ArrivesFirst(RestartLoop):
                 return left
         proposed = member.arrive(self.base.rank or 0, self.base.world_size, None)
         if entered:
-            self.performer.settle()
-        self.performer.clean_up()
-        self.performer.tidy_up()
+            self.process.await_abort()
+        self.process.clean_up()
+        self.process.reset_process()
         member.await_next(proposed)
-        self.performer.onward()
+        self.process.all_left()
         return None
 
 
@@ -95,10 +95,10 @@ class ArrivedFirst(MistakenSimulation):
 
 
 class CompletesAlone(RestartLoop):
-    def _iterate(self) -> Left | None:
+    def _iterate(self) -> Outcome | None:
         entered = self.enter()
         assert entered
-        left = self.performer.call_function(self.state)
+        left = self.process.call_function(self.state)
         if left.error is None and left.has_returned and self.state.mode == Mode.ACTIVE:
             return left
         self.member.await_completion(None, 0)
