@@ -135,8 +135,6 @@ class Resources:
         self.is_in_time = True
         self.monitor_lost = threading.Event()
         self.store_lost: StoreError | None = None
-        self.signals = KeptHandlers()
-        limits = settings.limits
         slot, size = base.initial_rank or 0, formation_size(base.world_size)
         note_slot(slot)
         remembered = _remembered.get(plan.description, Remembered(call=0))
@@ -146,47 +144,14 @@ class Resources:
         slots = list(range(size))
         if remembered.view is not None:
             slots = [member.slot for member in remembered.view.members]
-        is_main_thread = threading.current_thread() is threading.main_thread()
+        self._hosts = plan.port is not None and slot == min(slots)
         with contextlib.ExitStack() as since_last_call, contextlib.ExitStack() as owned:
             if remembered.monitor is not None:
-                since_last_call.callback(remembered.monitor.close, limits.termination_grace_time)
-            owned.enter_context(frames.interruptions_unreported())
-            owned.callback(self.signals.forget)
-            owned.callback(self.signals.release)  # once all is closed: the monitor's end is a signal, too
-            owned.enter_context(variables_restored())
-            owned.callback(identity.mark_own())
-            self.memory = owned.enter_context(contextlib.closing(shared_memory.RankMemory()))
-            self.memory.lock_life()
-            self.exit_watch = ExitWatch(self.memory)
-            self.waiting = shared_memory.Waits(self.memory)
-            self.lines: list[HelperConnection] = []
-            owned.callback(self.close_lines)
-            owned.callback(close_aborted_sockets)
-            owned.callback(wait_for_released_groups)
-            owned.callback(warm_up.await_early_context)
-            self._hosts = plan.port is not None and slot == min(slots)
-            self.monitor = self._find_monitor(limits, slot)
-            limits = dataclasses.replace(limits, replaced=self.monitor.replaced)
-            owned.push(self._end_monitor)
-            owned.enter_context(protect_process(self.monitor.pid))
-            owned.enter_context(protect_children())
-            kept = _kept.pop((plan.description, settings.barrier_timeout), None)
-            self._clients, self.address = kept or ([plan.connect()], "")
-            owned.push(self._end_clients)
-            store = self._clients[0]
-            if kept is None:
-                # A store that is on no one host says nothing of the way to the other ranks.
-                towards = getattr(store, "host_name", None) or os.environ.get("MASTER_ADDR", "localhost")
-                self.address = own_address(towards)
-                self._clients.append(store.clone())
-            self.interrupter = interrupt.Interrupter(settings.cleanup_timeout)
-            owned.callback(self.interrupter.close)
-            self.signals.note()  # with the interrupter's
-            owned.callback(self.signals.put_back)
-            if is_main_thread:
-                owned.callback(frames.StackDump(self.memory).close)
-            interval = limits.progress_watchdog_interval
-            owned.callback(threads.ProgressWatchdog(self.memory, interval, is_main_thread).stop)
+                since_last_call.callback(remembered.monitor.close, settings.termination_grace_time)
+            self._hold_process(owned)
+            limits = self._hold_monitor(owned, slot)
+            store = self._hold_clients(owned)
+            self._hold_main_thread(owned)
             terms = {"function": cut(function_name, IN_LINE), "formation_size": size, **settings.shared}
             self.member = Membership(
                 Agreement(store),
@@ -236,7 +201,59 @@ class Resources:
             last = Remembered(last.call, member.member, member.view, state.rank or 0, state.world_size)
         _remembered[self.plan.description] = last
 
-    # Making it -------------------------------------------------------------------------------------------
+    # Making it: what is closed last comes first ------------------------------------------------------------
+
+    def _hold_process(self, owned: contextlib.ExitStack) -> None:
+        """What the call changes in its process, and puts back."""
+        owned.enter_context(frames.interruptions_unreported())
+        self.signals = KeptHandlers()
+        owned.callback(self.signals.forget)
+        owned.callback(self.signals.release)  # once all is closed: the monitor's end is a signal, too
+        owned.enter_context(variables_restored())
+        owned.callback(identity.mark_own())
+        self.memory = owned.enter_context(contextlib.closing(shared_memory.RankMemory()))
+        self.memory.lock_life()
+        self.exit_watch = ExitWatch(self.memory)
+        self.waiting = shared_memory.Waits(self.memory)
+        self.lines: list[HelperConnection] = []
+        owned.callback(self.close_lines)
+        owned.callback(close_aborted_sockets)
+        owned.callback(wait_for_released_groups)
+        owned.callback(warm_up.await_early_context)
+
+    def _hold_monitor(self, owned: contextlib.ExitStack, slot: int) -> Limits:
+        """Who watches this rank; gives the limits, which the monitor completes."""
+        limits = self.settings.limits
+        self.monitor = self._find_monitor(limits, slot)
+        owned.push(self._end_monitor)
+        owned.enter_context(protect_process(self.monitor.pid))
+        owned.enter_context(protect_children())
+        return dataclasses.replace(limits, replaced=self.monitor.replaced)
+
+    def _hold_clients(self, owned: contextlib.ExitStack) -> StoreMixin:
+        """The call's client of the store, which is given, and its monitor thread's."""
+        kept = _kept.pop((self.plan.description, self.settings.barrier_timeout), None)
+        self._clients, self.address = kept or ([self.plan.connect()], "")
+        owned.push(self._end_clients)
+        store = self._clients[0]
+        if kept is None:
+            # A store that is on no one host says nothing of the way to the other ranks.
+            towards = getattr(store, "host_name", None) or os.environ.get("MASTER_ADDR", "localhost")
+            self.address = own_address(towards)
+            self._clients.append(store.clone())
+        return store
+
+    def _hold_main_thread(self, owned: contextlib.ExitStack) -> None:
+        """What interrupts the function's thread, and says that it makes progress."""
+        self.interrupter = interrupt.Interrupter(self.settings.cleanup_timeout)
+        owned.callback(self.interrupter.close)
+        self.signals.note()  # with the interrupter's
+        owned.callback(self.signals.put_back)
+        is_main_thread = threading.current_thread() is threading.main_thread()
+        if is_main_thread:
+            owned.callback(frames.StackDump(self.memory).close)
+        interval = self.settings.progress_watchdog_interval
+        owned.callback(threads.ProgressWatchdog(self.memory, interval, is_main_thread).stop)
 
     def _find_monitor(self, limits: Limits, slot: int) -> MonitorLine:
         """The monitor inside the agent, if there is one; otherwise one in a process of its own."""
