@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent import futures
 from datetime import timedelta
 from typing import TypeVar
 
@@ -16,8 +15,8 @@ from . import etcd_messages as messages
 from .address import DEFAULT_TTL
 from .etcd_client import EtcdClient
 from .etcd_job import EtcdJob
-from .etcd_messages import EtcdCompacted, EtcdKeys, EtcdRefused, KeyValue, Operation, Span, Transaction
-from .etcd_watch import LOOK_AGAIN, StandingWatch, Watch
+from .etcd_messages import EtcdCompacted, EtcdKeys, EtcdRefused, KeyValue, Operation, Transaction
+from .etcd_watch import LOOK_AGAIN, Watch
 from .held import DEFAULT_TIMEOUT, StoreMixin
 from .secret import seal_of
 
@@ -218,18 +217,17 @@ class EtcdStore(Store, StoreMixin):
 
     def hear(self, key: str, seconds: float) -> str | None:
         deadline, name = time.monotonic() + seconds, self.wake_name(key)
-        while name.startswith(names.WAKE) and (standing := self._standing_watch()) is not None:
-            remaining = max(0.0, deadline - time.monotonic())
-            try:
-                said = standing.hear(self._keys.span(name).key).result(min(remaining, LOOK_AGAIN))
-            except futures.TimeoutError:
-                # What was written just now may not have been told yet.
-                said = messages.value_of(self._look("hear", [name])[1].get(name, ()))
-                if said is None and remaining <= LOOK_AGAIN:
-                    return None
+        wakes = self._keys.all(names.WAKE)
+        while name.startswith(names.WAKE) and (standing := self._etcd.standing_watch(wakes, self.patience)):
+            remaining = deadline - time.monotonic()
+            said = standing.hear(self._keys.span(name).key, min(remaining, LOOK_AGAIN))
+            if said is None:  # what was written just now may not have been told yet
+                said = messages.value_of(self._held(name))
             if said is not None:
                 text = to_text(said, name, self.seal is None)
                 return text if self.seal is None else self.seal.check(name, text) or ""
+            if time.monotonic() >= deadline:
+                return None
         return super().hear(key, deadline - time.monotonic())
 
     def _perform(self, steps: Sequence[Step]) -> list[str | None]:
@@ -276,10 +274,6 @@ class EtcdStore(Store, StoreMixin):
         revision, answers = self._etcd.read(f"{what} {', '.join(map(repr, keys))}", reads, self.patience)
         return revision, {key: found.keys for key, found in zip(keys, answers, strict=True) if found.keys}
 
-    def _standing_watch(self) -> StandingWatch | None:
-        """Of the keys that wake somebody; None once the store that this one was made by is closed."""
-        return self._etcd.standing_watch(self._keys.all(names.WAKE), self.patience)
-
     def _await(self, what: str, keys: Sequence[str], deadline: float) -> None:
         """Waits for keys, one after the other; raises `EtcdTimeout` unless each is written in time.
 
@@ -295,18 +289,12 @@ class EtcdStore(Store, StoreMixin):
             if remaining <= 0:
                 raise EtcdTimeout(f"{self!r}: {what} timed out: no one wrote the keys {sorted(missing)}")
             key, since = min(missing), dict.fromkeys(missing, revision + 1) | since
+            watch = Watch(self._etcd.client, self._keys.span(key), since.pop(key))
             try:
-                if self._is_written(self._keys.span(key), since.pop(key), min(remaining, LOOK_AGAIN)):
+                if watch.first(min(remaining, LOOK_AGAIN)) is not None:
                     missing.discard(key)
             except EtcdCompacted:
                 since.clear()
-
-    def _is_written(self, span: Span, start: int, seconds: float) -> bool:
-        """Waits until something is written from a revision on; tells whether it was in time."""
-        standing = self._standing_watch()
-        if standing is not None:
-            return standing.await_write(span, start, seconds)
-        return Watch(self._etcd.client, span, start, deletes=False).first(seconds) is not None
 
     def _modify(
         self,

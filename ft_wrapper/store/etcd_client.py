@@ -299,12 +299,9 @@ class EtcdClient:
                 timeout=urllib3.Timeout(connect=patience, read=patience),
             )
             return messages.read_answer(what, endpoint, response.status, response.data)
-        except urllib3.exceptions.HTTPError as error:
+        except (urllib3.exceptions.HTTPError, NoAnswer) as error:
             self.leave(endpoint)
             raise messages.meaning_of(what, endpoint, error) from None
-        except NoAnswer:
-            self.leave(endpoint)
-            raise
 
 
 def _check_files(ca: str | None, cert: str | None, key: str | None) -> None:

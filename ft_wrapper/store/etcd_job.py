@@ -150,9 +150,8 @@ class EtcdJob:
             if not self._is_kept or (found is not None and not found.ended):
                 return found
             revision, (present,) = self.read("watch", [get(span)], timeout)
-            made = StandingWatch(self.client, span, present.keys, self._life, revision)
-            self._standing[span] = made
-            return made
+            self._standing[span] = StandingWatch(self.client, span, present.keys, revision)
+            return self._standing[span]
 
     # The lease -----------------------------------------------------------------------------------------
 

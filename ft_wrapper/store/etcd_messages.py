@@ -251,8 +251,10 @@ def meaning_of(what: str, endpoint: Endpoint, error: Exception) -> Exception:
     Args:
         what: the request, for messages.
         endpoint: who was asked.
-        error: the library's.
+        error: the library's; one that says already what it means is kept.
     """
+    if isinstance(error, NoAnswer):
+        return error
     cause: BaseException | None = error
     hint = ""
     while cause is not None:

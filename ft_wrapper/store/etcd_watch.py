@@ -8,7 +8,6 @@ because its HTTP server throws away what it has not read when the answer begins.
 """
 
 import contextlib
-import functools
 import http.client
 import json
 import logging
@@ -16,8 +15,7 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Future
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import urllib3
@@ -33,6 +31,7 @@ log = logging.getLogger(__name__)
 #: Seconds; bounds how late a write is noticed whose wake was missed.
 LOOK_AGAIN = 10.0
 
+_LOST = (NoAnswer, urllib3.exceptions.HTTPError, http.client.HTTPException, OSError, ValueError)
 _CLOSED_WITHIN = 2.0  # seconds for a thread that was told to end, and has only to notice
 
 
@@ -54,17 +53,12 @@ class Watch:
         client: of etcd.
         span: the keys.
         start: the first revision of interest.
-        puts: whether writes are of interest.
-        deletes: whether deletions are.
     """
 
-    def __init__(
-        self, client: EtcdClient, span: Span, start: int, *, puts: bool = True, deletes: bool = True
-    ) -> None:
+    def __init__(self, client: EtcdClient, span: Span, start: int) -> None:
         self._client = client
         self._span = span
         self._start = start
-        self._without = [*([] if puts else ["NOPUT"]), *([] if deletes else ["NODELETE"])]
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self._endpoint: Endpoint | None = None
@@ -138,14 +132,10 @@ class Watch:
             for message in self._messages(connection, endpoint, token):
                 yield from self._events(message, endpoint)
             raise NoAnswer(f"{endpoint} ended a watch")
-        except (urllib3.exceptions.HTTPError, http.client.HTTPException, OSError, ValueError) as error:
+        except _LOST as error:
             if self._left() > 0:  # else it is the end that ended the connection
                 client.leave(endpoint)
                 raise messages.meaning_of("watch", endpoint, error) from None
-        except NoAnswer:
-            if self._left() > 0:
-                client.leave(endpoint)
-            raise
         except EtcdRefused as error:
             # Before 3.5.6 and 3.4.22, etcd also denies permission when it does not know the token: only what
             # it denies with a new token, too, is denied.
@@ -169,7 +159,7 @@ class Watch:
             if self._closed.is_set():
                 return
             self._socket, self._endpoint = line, endpoint
-        request = {**self._span.json, "start_revision": str(self._start), "filters": self._without}
+        request = {**self._span.json, "start_revision": str(self._start)}
         # A member without a leader says so, rather than nothing.
         headers = {**self._client.headers(token), "Grpc-Metadata-hasleader": "true"}
         body = json.dumps({"create_request": request}).encode()
@@ -202,7 +192,7 @@ class Watch:
 
 
 class StandingWatch:
-    """Follows the keys that wake somebody, and the life of the job, for all threads of a process.
+    """Follows the keys that wake somebody, for all threads of a process.
 
     It knows which of the keys are there, so that a thread that waits need not look.
 
@@ -210,97 +200,48 @@ class StandingWatch:
         client: of etcd.
         keys: which keys.
         present: those that are there.
-        life: the key that goes when the job ends; that ends the watch.
         revision: as of which these are there.
     """
 
-    def __init__(
-        self, client: EtcdClient, keys: Span, present: Iterable[KeyValue], life: Span, revision: int
-    ) -> None:
-        self._client = client
-        self._lock = threading.Lock()
-        self._said: dict[bytes, Future[bytes | None]] = {}
-        for kv in present:
-            self._tell(Event(kv.key, kv.value, kv.mod_revision))
+    def __init__(self, client: EtcdClient, keys: Span, present: Iterable[KeyValue], revision: int) -> None:
+        self._changed = threading.Condition()
+        self._values = {kv.key: kv.value for kv in present}
         self.ended = False
-        """Whether it follows nothing any more: those who waited were told to look again, with another one."""
+        """Whether it follows nothing any more: those who wait look again, with another one."""
         self._why: Exception | None = None
-        wakes = Watch(client, keys, revision + 1)
-        end = Watch(client, life, revision + 1, puts=False)
-        self._watches = {wakes, end}
-        self._threads = [
-            in_background("a watch of etcd", functools.partial(self._run, watch, tell))
-            for watch, tell in ((wakes, self._tell), (end, lambda _: self._end(None)))
-        ]
+        self._watch = Watch(client, keys, revision + 1)
+        self._thread = in_background("a watch of etcd", self._run)
 
-    def hear(self, key: bytes) -> Future[bytes | None]:
-        """What one of the keys says, as soon as it is there.
-
-        None if one has to look again to know; or an error.
-        """
-        with self._lock:
-            said = self._said.setdefault(key, Future())
-            if self.ended:
-                self._release()
-            return said
-
-    def await_write(self, span: Span, start: int, seconds: float) -> bool:
-        """Waits, in this thread, until another key is written from a revision on.
-
-        Returns:
-            Whether it was; if not, the time is over, or the job, or this watch.
+    def hear(self, key: bytes, seconds: float) -> bytes | None:
+        """What one of the keys says, as soon as it is there; None if one has to look again to know.
 
         Raises:
-            EtcdCompacted: some of the revisions are not kept any more.
-            StoreError: no member will serve it.
+            StoreError: no member will serve the watch.
         """
-        watch = Watch(self._client, span, start, deletes=False)
-        with self._lock:
-            self._watches.add(watch)
-            if self.ended:
-                watch.close()
-        try:
-            written = watch.first(seconds) is not None
-        finally:
-            with self._lock:
-                self._watches.discard(watch)
-        if not written and self._why is not None:
-            raise self._why
-        return written
+        with self._changed:
+            self._changed.wait_for(lambda: key in self._values or self.ended, seconds)
+            if self._why is not None:
+                raise self._why
+            return self._values.get(key)
 
     def close(self) -> None:
-        """Ends it, with its threads; those who wait are told to look again."""
-        self._end(None)
-        for thread in self._threads:
-            thread.join(_CLOSED_WITHIN)
+        """Ends it, with its thread; those who wait are told to look again."""
+        self._watch.close()
+        self._thread.join(_CLOSED_WITHIN)
 
-    def _run(self, watch: Watch, tell: Callable[[Event], None]) -> None:
+    def _run(self) -> None:
+        why = None
         try:
-            for event in watch.events():
-                tell(event)
+            for event in self._watch.events():
+                with self._changed:
+                    self._values.pop(event.key, None)
+                    if event.value is not None:
+                        self._values[event.key] = event.value
+                        self._changed.notify_all()
         except EtcdCompacted:
-            self._end(None)
+            pass
         except Exception as error:  # whatever it is, no one may wait for ever
-            self._end(error)
-
-    def _tell(self, event: Event) -> None:
-        with self._lock:
-            if event.key in self._said and self._said[event.key].done():
-                del self._said[event.key]  # those who waited for it have it
-            if event.value is not None:
-                self._said.setdefault(event.key, Future()).set_result(event.value)
-
-    def _end(self, how: Exception | None) -> None:
-        with self._lock:
-            self.ended, self._why = True, self._why or how
-            self._release()
-            watches = [*self._watches]
-        for watch in watches:
-            watch.close()
-
-    def _release(self) -> None:
-        for said in self._said.values():
-            if not said.done() and self._why is None:
-                said.set_result(None)
-            elif not said.done():
-                said.set_exception(self._why)
+            why = error
+        with self._changed:
+            self.ended, self._why = True, why
+            self._changed.notify_all()

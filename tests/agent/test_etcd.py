@@ -191,7 +191,7 @@ def await_end_of_lease(etcd: EtcdServer, *, heartbeats: bool = False) -> None:
     with contextlib.closing(etcd.get_client()) as client:
         (life,) = client.read(Span(b"ft_wrapper/job/life"))
         span = Span.prefix(b"ft_wrapper/job/") if heartbeats else Span(life.key)
-        watch = Watch(client, span, life.mod_revision + 1, puts=False)
+        watch = Watch(client, span, life.mod_revision + 1)
         too_late = threading.Timer(TIMEOUT, watch.close)
         too_late.start()
         try:

@@ -71,10 +71,11 @@ def lapse(store: EtcdStore, key: str = KEY) -> dict[bytes, int]:
 
 def await_lapses(store: EtcdStore, after: int, number: int = 1, key: str = KEY) -> None:
     """Waits until etcd has taken away some entries of a key."""
-    watch = Watch(store._etcd.client, store._keys.entries(key), after + 1, puts=False)
+    watch = Watch(store._etcd.client, store._keys.entries(key), after + 1)
     events = watch.events()
+    lapses = (event for event in events if event.value is None)
     try:
-        Background(lambda: [*itertools.islice(events, number)]).join()
+        Background(lambda: [*itertools.islice(lapses, number)]).join()
     finally:
         watch.close()
         events.close()

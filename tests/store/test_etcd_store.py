@@ -357,20 +357,7 @@ def test_blocked_wait_costs_no_traffic(relay: Relay, make: Make) -> None:
     with pytest.raises(LookupError, match="'the key'") as caught:
         store.wait(["the key"], SECOND)
     assert isinstance(caught.value, DistStoreError)
-    # A look, and as of when to watch; the key, what wakes ranks, and the job's end; another look.
-    assert relay.requests[before:] == [*["kv/txn"] * 2, *["watch"] * 3, "kv/txn"]
-
-
-def test_clones_share_the_standing_watch(relay: Relay, etcd: EtcdServer, make: Make) -> None:
-    store, other = make(relay.endpoint), make(etcd.endpoints)
-    waiting = Background(lambda: store.get("k"))
-    relay.wait_for("watch", 3)
-    clones = [store.clone() for _ in range(4)]
-    others = [Background(lambda client=client: client.hear("k", 0.5) is not None) for client in clones]  # type: ignore[misc]
-    assert [one.join() for one in others] == [False] * 4
-    assert relay.requests.count("watch") == 3 + len(clones)
-    other.set("k", "1")
-    assert waiting.join() == b"1"
+    assert relay.requests[before:] == ["kv/txn", "watch", "kv/txn"]
 
 
 def test_waiting_for_different_keys_at_once(etcd: EtcdServer, make: Make) -> None:
@@ -453,7 +440,7 @@ def test_threads_that_wait_to_be_woken_cost_no_traffic(
         for one, client in enumerate(clients)
     ]
     relay.wait_for("kv/txn", before + 1)  # what is there, and as of when to watch
-    relay.wait_for("watch", 2)
+    relay.wait_for("watch", 1)
     blocked = len(relay.requests)
     for one in reversed(range(number)):
         other.set(f"{names.WAKE}{one}", "1")
@@ -472,8 +459,8 @@ def test_wait_after_a_compaction_costs_no_more(relay: Relay, etcd: EtcdServer, m
     client.close()
     before = len(relay.requests)
     assert store.hear(f"{names.WAKE}k", 1.0) is None
-    # What is there, and as of when to watch; wakes, and the end of the job; whether it is there in the end.
-    assert sorted(relay.requests[before:]) == [*["kv/txn"] * 2, *["watch"] * 2]
+    # What is there, and as of when to watch; wakes; whether it is there in the end.
+    assert sorted(relay.requests[before:]) == [*["kv/txn"] * 2, "watch"]
     other = make(etcd.endpoints)
     waiting = Background(lambda: store.hear(f"{names.WAKE}k", 60.0))
     other.set(f"{names.WAKE}k", "1")
@@ -524,9 +511,14 @@ def test_whoever_outlives_the_job_is_told(etcd: EtcdServer, make: Make, what: st
     assert new.get("k") == b"theirs" and new.num_keys() == 1
 
 
-def test_blocked_wait_is_told_that_the_job_is_gone(relay: Relay, etcd: EtcdServer, make: Make) -> None:
+@pytest.mark.parametrize("key", ["k", f"{names.WAKE}k"])
+def test_blocked_wait_is_told_that_the_job_is_gone(
+    relay: Relay, etcd: EtcdServer, make: Make, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    """By its next look."""
+    monkeypatch.setattr("ft_wrapper.store.etcd.LOOK_AGAIN", 0.5)
     store = make(relay.endpoint)
-    waiting = Background(lambda: store.get("k"))
+    waiting = Background(lambda: store.hear(key, 60.0))
     relay.wait_for("watch", 1)
     make(etcd.endpoints).remove()
     with pytest.raises(StoreError, match="the job's keys are gone"):

@@ -186,7 +186,7 @@ def test_etcd_tells_what_is_said(relay: Relay, relayed: EtcdStore) -> None:
     waiter = threading.Thread(target=lambda: heard.append(other.hear(keys.wake_head(1), 60.0)))
     before = relay.requests.count("kv/txn")
     waiter.start()
-    relay.wait_for("watch", 2)
+    relay.wait_for("watch", 1)
     relayed.set(keys.wake_head(1), "0:1:a")
     waiter.join()
     assert heard == ["0:1:a"]
