@@ -1,13 +1,11 @@
 """What a job has in etcd: keys under one lease, signs of life."""
 
-import dataclasses
 import logging
 import math
 import os
 import queue
 import secrets
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -25,15 +23,6 @@ _KEPT_WITHIN = 5.0  # seconds for a request that keeps the lease alive
 _KEPT_AGAIN_AFTER = 5.0  # seconds, when no member answered
 _CLOSED_WITHIN = 2.0  # seconds for the thread that keeps the lease alive, which closes the watches
 _SHORTEST_BEAT = 2  # seconds; etcd grants no lease for less than it can keep, with its own settings
-
-
-@dataclasses.dataclass
-class _Beat:
-    """A lease that a process keeps alive as a sign of life, and with it an entry."""
-
-    lease: int
-    ttl: int
-    last: float  # when the lease was kept alive
 
 
 class EtcdJob:
@@ -65,7 +54,7 @@ class EtcdJob:
         self.keys = self.prefix + _KEYS
         self._life = Span(self.prefix + _LIFE)
         self.lease, self.nonce = self._find_or_begin(ttl, timeout)
-        self._beats: dict[Span, _Beat] = {}
+        self._beats: dict[tuple[Span, int], int] = {}  # leases, by the entries and the time that each has
         client.prefer_leader()
         self._begin_waiting()
 
@@ -157,8 +146,7 @@ class EtcdJob:
 
     def _find_or_begin(self, ttl: int | None, timeout: float) -> tuple[int, bytes]:
         """The lease and the nonce of the job."""
-        found = self.client.read(self._life, timeout=timeout)
-        lease = 0
+        found, lease = self.client.read(self._life, timeout=timeout), 0
         if not found:
             if ttl is None:
                 raise StoreError(f"{self!r}: there is no job of this name: it has ended, or never began")
@@ -173,8 +161,6 @@ class EtcdJob:
             if begun.succeeded:
                 return lease, nonce
             found = begun.answers[0].keys
-        if not found:
-            raise StoreError(f"{self!r}: another job ended there just now; start again")
         (life,) = found
         if lease and lease != life.lease:
             self.client.revoke(lease, timeout)  # another process came first
@@ -250,12 +236,11 @@ class EtcdJob:
         Raises:
             StoreError: it failed; or the lease had run out, and the job's keys are gone.
         """
-        ttl, now = max(_SHORTEST_BEAT, math.ceil(lasts)), time.monotonic()
-        beat = self._beats.get(entries)
-        if beat is None or beat.ttl != ttl or not self.client.keep_alive(beat.lease, timeout):
-            beat = _Beat(self.client.grant(ttl, timeout), ttl, now)
+        ttl = max(_SHORTEST_BEAT, math.ceil(lasts))
+        lease = self._beats.get((entries, ttl))
+        if lease is None or not self.client.keep_alive(lease, timeout):
+            lease = self.client.grant(ttl, timeout)
             # The name is the lease's: after a lost answer, or late, it is written once more and no other.
-            entry = put(entries.key + b"%x" % beat.lease, b"", beat.lease)
+            entry = put(entries.key + b"%x" % lease, b"", lease)
             self.transact(Transaction(what, [entry]), timeout)
-            self._beats = {of: one for of, one in [*self._beats.items()] if now - one.last < one.ttl}
-        beat.last, self._beats[entries] = now, beat
+            self._beats[entries, ttl] = lease
