@@ -8,14 +8,13 @@ from typing import TypeVar
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistStoreError
 
-from ..exception import StoreError
 from ..protocol import keys as names
-from ..protocol.operations import Beat, Beats, Delete, Read, ReadLog, Step, encoded, keys_of, to_text
+from ..protocol.operations import Beat, Beats, Delete, Read, ReadLog, Step, Write, encoded, keys_of, to_text
 from . import etcd_messages as messages
 from .address import DEFAULT_TTL
 from .etcd_client import EtcdClient
 from .etcd_job import EtcdJob
-from .etcd_messages import EtcdCompacted, EtcdKeys, EtcdRefused, KeyValue, Operation, Transaction
+from .etcd_messages import EtcdCompacted, EtcdKeys, KeyValue, Operation, Transaction
 from .etcd_watch import LOOK_AGAIN, Watch
 from .held import DEFAULT_TIMEOUT, StoreMixin
 from .secret import seal_of
@@ -124,7 +123,7 @@ class EtcdStore(Store, StoreMixin):
 
     def clear(self) -> None:
         """Deletes all keys of the namespace."""
-        self._change(Transaction("clear", [messages.delete(self._keys.all())]))
+        self._etcd.transact(Transaction("clear", [messages.delete(self._keys.all())]), self.patience)
 
     @property
     def timeout(self) -> timedelta:
@@ -138,14 +137,12 @@ class EtcdStore(Store, StoreMixin):
 
     def multi_set(self, keys: list[str], values: Sequence[str | bytes]) -> None:
         """Writes several keys; all at once up to some 60 keys and a megabyte."""
-        for group in _groups([*zip(keys, map(encoded, values), strict=True)], _fit_in_a_write):
-            written = dict(group)
-            operations = [o for key, value in written.items() for o in self._keys.replace(key, value)]
-            self._change(Transaction(f"set {', '.join(map(repr, written))}", operations), written)
+        texts = [to_text(encoded(value), key, is_ours=False) for key, value in zip(keys, values, strict=True)]
+        self._perform([Write({key: text}) for key, text in zip(keys, texts, strict=True)])
 
     def append(self, key: str, value: str | bytes) -> None:
-        entry = encoded(value)
-        self._change(Transaction(f"append to {key!r}", [self._keys.append(key, entry)]), {key: entry})
+        entry = self._keys.append(key, encoded(value))
+        self._etcd.transact(Transaction(f"append to {key!r}", [entry]), self.patience)
 
     def add(self, key: str, amount: int) -> int:
         def decide(value: bytes | None) -> tuple[list[Operation], int]:
@@ -156,25 +153,23 @@ class EtcdStore(Store, StoreMixin):
             is_known = value is not None and not amount
             return [] if is_known else self._keys.replace(key, str(after).encode()), after
 
-        return self._modify(f"add to {key!r}", key, decide, self._held(key))
+        return self._modify(f"add to {key!r}", key, decide)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         wanted, new = encoded(expected), encoded(desired)
 
         def decide(value: bytes | None) -> tuple[list[Operation], bytes]:
-            if value == wanted or (value is None and not wanted):
+            if (value or b"") == wanted:
                 return self._keys.replace(key, new), new
             return [], wanted if value is None else value
 
-        # A caller that expects nothing may be right; then reading first would be for nothing.
-        held = self._held(key) if wanted else ()
-        return self._modify(f"compare_set {key!r}", key, decide, held, {key: new})
+        return self._modify(f"compare_set {key!r}", key, decide)
 
     def delete_key(self, key: str) -> bool:
         def decide(value: bytes | None) -> tuple[list[Operation], bool]:
             return ([], False) if value is None else ([messages.delete(self._keys.span(key))], True)
 
-        return self._modify(f"delete_key {key!r}", key, decide, self._held(key))
+        return self._modify(f"delete_key {key!r}", key, decide)
 
     # torch's operations that read -----------------------------------------------------------------------
 
@@ -183,11 +178,9 @@ class EtcdStore(Store, StoreMixin):
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         deadline = time.monotonic() + self.timeout.total_seconds()
-        while True:
-            _, present = self._look("get", keys)
-            if len(present) == len(set(keys)):
-                return [messages.value_of(present[key]) or b"" for key in keys]
+        while len(present := self._look("get", keys)[1]) < len(set(keys)):
             self._await("get", keys, deadline)
+        return [messages.value_of(present[key]) or b"" for key in keys]
 
     def check(self, keys: list[str]) -> bool:
         return len(self._look("check", keys, keys_only=True)[1]) == len(set(keys))
@@ -200,9 +193,8 @@ class EtcdStore(Store, StoreMixin):
         return len(self.list_keys())
 
     def list_keys(self) -> list[str]:
-        _, (found,) = self._etcd.read(
-            "list_keys", [messages.get(self._keys.all(), keys_only=True)], self.patience
-        )
+        everything = messages.get(self._keys.all(), keys_only=True)
+        _, (found,) = self._etcd.read("list_keys", [everything], self.patience)
         return sorted({self._keys.name(kv.key) for kv in found.keys})
 
     def has_extended_api(self) -> bool:
@@ -233,17 +225,17 @@ class EtcdStore(Store, StoreMixin):
     def _perform(self, steps: Sequence[Step]) -> list[str | None]:
         """Carries out steps: as few transactions as they fit in, and a request for each sign of life."""
         given = list[str | None]()
-        for group in _groups(steps, _fit_together):
+        for group in _groups(steps):
             match group:
                 case [Beat(key, lasts)]:
                     self._etcd.beat(f"beat of {key!r}", self._keys.beats(key), lasts, self.patience)
                     given.append(None)
-                case [Delete(keys)] if len(keys) > _KEYS_A_WRITE:
-                    for start in range(0, len(keys), _KEYS_A_WRITE):
-                        self._execute_at_once([Delete(keys[start : start + _KEYS_A_WRITE])])
+                case [Delete(keys)] if len(keys) > 1 and not _fit_together(group):
+                    self._perform([Delete((key,)) for key in keys])
                     given.append(None)
-                case [step] if not _fit_together(group):
-                    given += super()._perform([step])
+                case [Write(values)] if len(values) > 1 and not _fit_together(group):
+                    self._perform([Write({key: value}) for key, value in values.items()])
+                    given.append(None)
                 case _:
                     given += self._execute_at_once(group)
         return given
@@ -296,63 +288,36 @@ class EtcdStore(Store, StoreMixin):
             except EtcdCompacted:
                 since.clear()
 
-    def _modify(
-        self,
-        what: str,
-        key: str,
-        decide: Callable[[bytes | None], tuple[list[Operation], T]],
-        held: Sequence[KeyValue],
-        values: dict[str, bytes] | None = None,
-    ) -> T:
+    def _modify(self, what: str, key: str, decide: Callable[[bytes | None], tuple[list[Operation], T]]) -> T:
         """Changes a key as follows from what it holds, unless it was written since.
 
         Args:
             what: what to call it in messages.
             key: the key.
             decide: from what the key holds to what to do, nothing if there is no need, and to the result.
-            held: what it holds, as far as is known.
-            values: what is written, by key, for messages.
         """
+        held = self._held(key)
         while True:
             operations, result = decide(messages.value_of(held))
             if not operations:
                 return result
             conditions, look = self._keys.unchanged(key, held), [messages.get(self._keys.span(key))]
-            done = self._change(Transaction(what, operations, conditions, look), values)
+            done = self._etcd.transact(Transaction(what, operations, conditions, look), self.patience)
             if done.succeeded:
                 return result
             held = done.answers[0].keys
 
-    def _change(self, change: Transaction, values: dict[str, bytes] | None = None) -> messages.Answer:
-        """Carries out a change; after a lost answer perhaps twice, or late."""
-        try:
-            return self._etcd.transact(change, self.patience)
-        except EtcdRefused as error:
-            if values and error.is_too_large:
-                key = max(values, key=lambda key: len(values[key]))
-                raise StoreError(
-                    f"{self!r}: the value of key {key!r} is too large: {len(values[key])} bytes, of at most "
-                    f"about {messages.LARGEST_REQUEST}"
-                ) from error
-            raise
 
-
-def _groups(items: Sequence[T], fit: Callable[[Sequence[T]], bool]) -> Iterator[list[T]]:
-    """Items in a row that one transaction can hold; each of the others by itself."""
-    group = list[T]()
-    for item in items:
-        if group and not fit([*group, item]):
+def _groups(steps: Sequence[Step]) -> Iterator[list[Step]]:
+    """Steps in a row that one transaction can hold; each of the others by itself."""
+    group = list[Step]()
+    for step in steps:
+        if group and not _fit_together([*group, step]):
             yield group
             group = []
-        group.append(item)
+        group.append(step)
     if group:
         yield group
-
-
-def _fit_in_a_write(pairs: Sequence[tuple[str, bytes]]) -> bool:
-    """Whether one transaction can write these keys."""
-    size = sum(len(key) + len(value) for key, value in pairs)
-    return len(pairs) <= _KEYS_A_WRITE and size <= _BYTES_A_WRITE
 
 
 def _fit_together(steps: Sequence[Step]) -> bool:
@@ -362,10 +327,6 @@ def _fit_together(steps: Sequence[Step]) -> bool:
     """
     every = [key for step in steps for key in keys_of(step)]
     written = [key for step in steps for key in keys_of(step) if not isinstance(step, Read | ReadLog | Beats)]
-    size = sum(len(repr(step)) for step in steps)
-    return (
-        not any(isinstance(step, Beat) for step in steps)
-        and size <= _BYTES_A_WRITE
-        and len(every) <= _KEYS_A_WRITE
-        and len(written) == len(set(written))
-    )
+    if any(isinstance(step, Beat) for step in steps) or len(written) > len(set(written)):
+        return False
+    return len(every) <= _KEYS_A_WRITE and sum(len(repr(step)) for step in steps) <= _BYTES_A_WRITE

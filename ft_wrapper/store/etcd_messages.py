@@ -48,11 +48,6 @@ class EtcdRefused(StoreError):
         """Whether the request came without a valid token."""
         return self.code == _UNAUTHENTICATED or any(words in self.reason for words in _LOGIN_AGAIN)
 
-    @property
-    def is_too_large(self) -> bool:
-        """Whether the request was too large, for etcd or for its gateway."""
-        return "too large" in self.reason or "larger than max" in self.reason
-
 
 class EtcdCompacted(StoreError):
     """The revision asked for lies before etcd's last compaction: read again, and go on from there."""
@@ -236,7 +231,7 @@ def refusal(what: str, endpoint: Endpoint, code: int, reason: str) -> Exception:
     if "too many requests" in reason or (code in _PASSING and "invalid" not in reason):
         return NoAnswer(f"{endpoint}: {reason}")
     hint = ""
-    if "too large" in reason:
+    if "too large" in reason or "larger than max" in reason:  # the latter is the gateway's
         hint = f"; etcd takes no more than about {LARGEST_REQUEST} bytes a request"
     elif "space exceeded" in reason:
         hint = "; compact and defragment it, and disarm its alarm"
@@ -370,7 +365,7 @@ class EtcdKeys:
             case steps.Append(key, entry):
                 return [self.append(key, f"{entry}\n".encode())]
             case steps.Write(values):
-                return [o for key, text in values.items() for o in self.replace(key, text.encode())]
+                return [o for key, text in values.items() for o in self.replace(key, encoded(text))]
             case steps.Claim(key, value) | steps.Wake(key, value):  # written again it would wake all again
                 return [self._move(key, "", value)]
             case steps.Move(key, expected, desired):

@@ -393,11 +393,9 @@ def test_no_http() -> None:
 
 
 def test_value_that_is_too_large(client: EtcdClient, name: Name) -> None:
-    with pytest.raises(EtcdRefused, match=r"refuses put: .*too large.*1500000 bytes"):
-        write(client, name("k"), bytes(2_000_000))
-    with pytest.raises(EtcdRefused) as caught:
-        write(client, name("k"), bytes(12_000_000))
-    assert caught.value.is_too_large
+    for size in (2_000_000, 12_000_000):  # too large for etcd, and for its gateway
+        with pytest.raises(EtcdRefused, match=r"refuses put: .*(too large|larger than).*1500000 bytes"):
+            write(client, name("k"), bytes(size))
 
 
 # Users and passwords

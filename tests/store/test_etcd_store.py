@@ -126,7 +126,7 @@ def test_value_that_is_too_large(etcd: EtcdServer, make: Make) -> None:
         lambda: store.multi_set(["a", "the key"], ["1", bytes(size)]),
         lambda: store.compare_set("the key", b"", bytes(size)),
     ):
-        with pytest.raises(StoreError, match=f"the value of key 'the key' is too large: {size} bytes"):
+        with pytest.raises(StoreError, match=r"'the key': .*too large.*no more than about 1500000 bytes"):
             attempt()
     assert not store.check(["the key"])
     store.set("the key", "1")
@@ -212,6 +212,7 @@ def test_lost_answer(relay: Relay, etcd: EtcdServer, make: Make, what: str) -> N
     write, result, holds = WRITES[what]
     store, other = make(relay.endpoint), make(etcd.endpoints)
     store.set("warm", "up")
+    store._held = lambda key: ()  # type: ignore[method-assign]  # so that only what writes is lost
     before = relay.requests.count("kv/txn")
     relay.lose_answer(times=3)
     assert write(store) == result
@@ -224,6 +225,7 @@ def test_late_try(relay: Relay, etcd: EtcdServer, make: Make, what: str) -> None
     """What the network delivers after its repetition undoes nothing that others wrote since."""
     write, result, holds = WRITES[what]
     store, other = make(relay.endpoint), make(etcd.endpoints)
+    store._held = lambda key: ()  # type: ignore[method-assign]  # so that only what writes is late
     relay.hold()
     assert write(store) == result
     assert other.get("k") == holds
