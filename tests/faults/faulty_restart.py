@@ -18,7 +18,7 @@ from ft_wrapper.abort import AbortTorchDistributed
 from ft_wrapper.compose import Compose
 from ft_wrapper.initialize import Initialize
 from ft_wrapper.monitor import rank_monitor
-from ft_wrapper.protocol import membership, operations
+from ft_wrapper.protocol import global_iteration, membership
 from ft_wrapper.protocol.global_iteration import GlobalIteration
 from ft_wrapper.protocol.records import View
 from ft_wrapper.rank_assignment import MaxActiveWorldSize, RankAssignment, RankAssignmentCtx, ShiftRanks
@@ -161,7 +161,7 @@ def trains_though_the_proposer_dies(rank: Rank, k: int, folder: str) -> int | No
         GlobalIteration.advance = bomb.around(  # type: ignore[method-assign]
             GlobalIteration.advance, lambda self, view, proposer, **_: view.n == 0 and proposer is not None
         )
-    operations._FIRST_LOOK = 2.0  # none of the others comes forward before it
+    global_iteration.FIRST_LOOK = 2.0  # none of the others comes forward before it
     arrive = GlobalIteration.arrive
 
     def arrive_last(self: GlobalIteration, view: View, *args: Any) -> None:
