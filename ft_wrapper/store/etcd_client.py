@@ -81,10 +81,16 @@ class EtcdClient:
         if (cert is None) != (key is None):
             raise ValueError(f"cert={cert!r} and key={key!r} go together: pass both or none")
         self._endpoints = parse_endpoints(endpoints, tls=ca is not None or cert is not None)
-        files = {"ca_certs": ca, "cert_file": cert, "key_file": key}
-        self._tls: dict[str, Any] = {"cert_reqs": "CERT_REQUIRED", **files}
+        self._tls: dict[str, Any] = {}
         if any(endpoint.tls for endpoint in self._endpoints):
-            _check_files(ca, cert, key)
+            try:
+                context = ssl.create_default_context(cafile=ca)
+                if cert is not None:
+                    context.load_cert_chain(cert, key)
+            except OSError as error:
+                files = f"ca={ca!r}, cert={cert!r}, key={key!r}"
+                raise ValueError(f"{files} cannot be used for etcd: {error}") from None
+            self._tls = {"ssl_context": context}
         self.timeout = timeout
         self._user, self._password = user, password
         self._token: str | None = None
@@ -262,14 +268,10 @@ class EtcdClient:
 
     def connection(self, endpoint: Endpoint, patience: float) -> urllib3.connection.HTTPConnection:
         """A connection of its own, on which no step takes longer than so many seconds."""
-        kind: Any = urllib3.connection.HTTPConnection
-        tls = {}
+        given: dict[str, Any] = {"timeout": patience, "socket_options": _SOCKET_OPTIONS}
         if endpoint.tls:
-            kind, tls = urllib3.connection.HTTPSConnection, self._tls
-        made: urllib3.connection.HTTPConnection = kind(
-            endpoint.host, endpoint.port, timeout=patience, socket_options=_SOCKET_OPTIONS, **tls
-        )
-        return made
+            return urllib3.connection.HTTPSConnection(endpoint.host, endpoint.port, **given, **self._tls)
+        return urllib3.connection.HTTPConnection(endpoint.host, endpoint.port, **given)
 
     def _send(self, what: str, path: str, data: bytes, patience: float) -> dict[str, Any]:
         """One try, with the user's token."""
@@ -302,18 +304,3 @@ class EtcdClient:
         except (urllib3.exceptions.HTTPError, NoAnswer) as error:
             self.leave(endpoint)
             raise messages.meaning_of(what, endpoint, error) from None
-
-
-def _check_files(ca: str | None, cert: str | None, key: str | None) -> None:
-    """Raises ValueError if the files for TLS cannot be used."""
-    context = ssl.create_default_context()
-    for name, path in (("ca", ca), ("cert", cert), ("key", key)):
-        if path is not None and not os.access(path, os.R_OK):
-            raise ValueError(f"{name}={path!r} for etcd cannot be read")
-    try:
-        if ca is not None:
-            context.load_verify_locations(ca)
-        if cert is not None:
-            context.load_cert_chain(cert, key)
-    except (ssl.SSLError, OSError) as error:
-        raise ValueError(f"ca={ca!r}, cert={cert!r}, key={key!r} for etcd do not fit: {error}") from None

@@ -4,7 +4,6 @@ In the gateway's JSON bytes are in base 64, 64-bit numbers are text, and what is
 """
 
 import base64
-import http.client
 import itertools
 import json
 import secrets
@@ -263,10 +262,6 @@ def meaning_of(what: str, endpoint: Endpoint, error: Exception) -> Exception:
                 f"{endpoint}: {what}: no TLS connection: {cause.reason or cause}; see whether the "
                 "certificates on both sides are right, and whether it speaks TLS at all"
             )
-        if isinstance(cause, http.client.BadStatusLine) and not isinstance(
-            cause, http.client.RemoteDisconnected
-        ):
-            return StoreError(f"{endpoint} does not speak HTTP: it is no etcd, or one that wants https")
         following = cause.__cause__ or cause.__context__
         cause = following or next((a for a in cause.args if isinstance(a, BaseException)), None)
     # The HTTP library puts an object in front of its words.
