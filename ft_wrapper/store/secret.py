@@ -5,7 +5,6 @@ the environment of a rank, whose children would inherit it.
 """
 
 import contextlib
-import fcntl
 import functools
 import logging
 import os
@@ -30,7 +29,6 @@ AGENTS = "ft_wrapper/agents"
 SECRET = "ft_wrapper/secret"
 _LEAST, _MOST = 16, 4096  # bytes of a secret that a user gives
 _ASKED, _TIMEOUT = 64, 10.0  # agents, at most; seconds: each answers at once
-_SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 _CREDENTIALS = struct.Struct("3i")
 _known: list[bytes | None] = []  # empty until it is known
 _warned: list[str] = []
@@ -156,11 +154,8 @@ def peer(line: socket.socket) -> tuple[int, int]:
 
 
 def hand_out(line: socket.socket) -> None:
-    """Sends the secret to who has asked for it, in memory that no one can change; empty if there is none."""
-    with open(os.memfd_create("secret", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "wb", buffering=0) as memory:
-        memory.write(job_secret() or b"")
-        fcntl.fcntl(memory, fcntl.F_ADD_SEALS, _SEALS)
-        socket.send_fds(line, [ASKS], [memory.fileno()])
+    """Sends the secret to who has asked for it; nothing behind `ASKS` if there is none."""
+    line.sendall(ASKS + (job_secret() or b""))
 
 
 def _ask(agent: str) -> bytes | None:
@@ -170,9 +165,8 @@ def _ask(agent: str) -> bytes | None:
         line.connect(f"\0{agent}")
         if peer(line)[1] == os.geteuid():  # else somebody's who may have any reason to answer
             line.sendall(ASKS)
-            for fd in socket.recv_fds(line, 1, 1, socket.MSG_CMSG_CLOEXEC)[1]:
-                with open(fd, "rb") as memory:
-                    return os.pread(memory.fileno(), _MOST, 0) or None
+            with line.makefile("rb") as answer:  # to the end of the line: a refusal begins otherwise
+                return answer.read(_MOST) or None if answer.read(1) == ASKS else None
     return None
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -168,21 +167,6 @@ def test_processes_of_the_user_get_it_from_the_agent(
             )
             # Who does not get it reads all the same, unverified.
             assert done.stdout.splitlines() == ["text", seen, "[]"], done.stderr
-
-
-def test_what_the_agent_hands_out_cannot_be_changed() -> None:
-    secret.use(OWN)
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        secret.hand_out(ours)
-        (fd,) = socket.recv_fds(theirs, 1, 1)[1]
-    try:
-        assert os.pread(fd, 100, 0) == OWN
-        for change in (lambda: os.pwrite(fd, b"x", 0), lambda: os.ftruncate(fd, 0)):
-            with pytest.raises(PermissionError):
-                change()
-    finally:
-        os.close(fd)
 
 
 def test_a_node_without_it_says_what_it_lacks(server: TCPStoreServer) -> None:
