@@ -1,7 +1,6 @@
 """Keys in a TCPStore: the client."""
 
 import copy
-import dataclasses
 import errno
 import functools
 import logging
@@ -15,7 +14,7 @@ from typing import Any, cast
 
 import tenacity
 from torch._C._distributed_c10d import TCPStore as TorchTCPStore
-from torch.distributed import DistError, DistNetworkError
+from torch.distributed import DistNetworkError
 
 from ..exception import StoreError, TimeoutError
 from ..protocol.keys import LIFE
@@ -39,17 +38,6 @@ _LONGEST_ATTEMPT = 16.0
 _LAST_WORDS = 5.0  # seconds after the last attempt began
 _SILENCE = 15.0  # seconds after which the kernel ends a connection, and says one of these
 _SILENT = tuple(map(os.strerror, (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)))
-
-
-@dataclasses.dataclass
-class _Loss:
-    """What the clones of a client know together of the store's loss.
-
-    Args:
-        noted: what one of them said that has tried for long enough; empty while none has.
-    """
-
-    noted: str = ""
 
 
 class TCPStore(HoldingStore):
@@ -89,18 +77,15 @@ class TCPStore(HoldingStore):
         self.host_name, self.port = tcp_address(host_name, port)
         self.patience = timeout.total_seconds()
         self._unanswered: list[_Call] = []
-        self._loss = _Loss()
+        # What clones of it that have tried for long enough said of the store's loss; they share it.
+        self._losses: list[str] = []
         self._is_clone, self._lock, self._silence = False, threading.RLock(), min(_SILENCE, self.patience)
         self.hears_signals = False
         """Whether signals are handled while the main thread waits for an answer; clones inherit it."""
         self.namespace = namespace
         wait_for_port(self.host_name, self.port, self.patience)
-        try:
-            for attempt in self._retrying().copy(reraise=True):
-                with attempt:
-                    self._store, self._life = self._open(timeout, attempt.retry_state)
-        except DistError as error:
-            raise StoreError(f"no TCPStore answers at {self._where}: {error}") from error
+        self._life: bytes | None = None
+        self._connect("the first connection", timeout)
         self.place = f"{self.port}/{namespace}"
         self.seal = seal_of(self.place)
 
@@ -118,13 +103,13 @@ class TCPStore(HoldingStore):
     def clone(self) -> "TCPStore":
         other = copy.copy(self)
         other._is_clone, other._unanswered, other._lock = True, [], threading.RLock()
-        other._connect_again("another connection")
+        other._connect("another connection", self.timeout)
         return other
 
     def close(self) -> None:
         """Its clones no longer try to connect again, unless this is a clone itself."""
         if not self._is_clone:
-            self._loss.noted = self._loss.noted or f"store at {self._where}: this process has closed it"
+            self._losses.append(f"store at {self._where}: this process has closed it")
         super().close()
 
     def _call(self, name: str, *args: Any) -> Any:
@@ -140,12 +125,13 @@ class TCPStore(HoldingStore):
             try:
                 answer = getattr(self._store, name)(*args)
             except DistNetworkError as error:
-                if self._loss.noted:
-                    self._look_again()
+                if losses := self._losses[:1]:
+                    self._look_again(losses[0])
                 what = describe_call(name, args)
                 log.warning("%r: lost during %s, trying again: %s", self, what, error)
                 silence = self._silence if any(words in str(error) for words in _SILENT) else 0.0
-                answer = self._connect_again(what, [*self._unanswered, (name, args)], silence)
+                calls = [*self._unanswered, (name, args)]
+                answer = self._connect(what, self.timeout, calls, silence)
             if name not in _NOT_ANSWERED:
                 self._unanswered.clear()
             else:
@@ -154,28 +140,35 @@ class TCPStore(HoldingStore):
                     self.check([LIFE])
             return answer
 
-    def _connect_again(self, what: str, calls: Sequence[_Call] = (), silence: float = 0.0) -> Any:
-        """Makes another connection, and some calls on it; returns the answer to the last one.
+    def _connect(
+        self, what: str, timeout: timedelta, calls: Sequence[_Call] = (), silence: float = 0.0
+    ) -> Any:
+        """Makes a connection, and some calls on it; returns the answer to the last one.
 
         Args:
             what: what it is for, should it fail.
+            timeout: of the operations that wait.
             calls: what to call.
             silence: seconds for which the server's host has been silent.
         """
         patience = max(0.0, self.patience / 2 - silence) if silence else self.patience
         # Where a clone has waited for long enough meanwhile, this one need not.
         too_long = tenacity.stop_after_delay(patience)
-        retrying = self._retrying().copy(stop=lambda tried: bool(self._loss.noted) or too_long(tried))
+        retrying = tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type(DistNetworkError),
+            stop=lambda tried: bool(self._losses) or too_long(tried),
+            wait=tenacity.wait_exponential(multiplier=0.05, max=1.0),
+        )
         answer = None
         try:
             for attempt in retrying:
                 with attempt:
-                    fresh, life = self._open(self.timeout, attempt.retry_state)
-                    if life != self._life:
+                    fresh, life = self._open(timeout, attempt.retry_state)
+                    if self._life not in (None, life):
                         raise StoreError(
                             f"store at {self._where} came back without its contents; this job cannot go on"
                         )
-                    self._store = fresh
+                    self._store, self._life = fresh, life
                     for name, args in calls:
                         if name == "add":
                             _check_number(fresh, args[0])
@@ -186,23 +179,16 @@ class TCPStore(HoldingStore):
             if silence:
                 who, see = f"its host {self.host_name} was silent", "that machine is up"
             said = f"store at {self._where} is lost: {who} for {silence + patience:g} s; see whether {see}"
-            self._loss.noted = self._loss.noted or said
-            raise StoreError(self._loss.noted) from failure.last_attempt.exception()
+            self._losses.append(said)
+            raise StoreError([*self._losses, said][0]) from failure.last_attempt.exception()
 
-    def _look_again(self) -> None:
+    def _look_again(self, loss: str) -> None:
         """Of a store that is known to be lost: sees, once, whether somebody listens there again."""
         try:
             _probe(self.host_name, self.port, _FIRST_ATTEMPT)
         except OSError as error:
-            raise StoreError(self._loss.noted) from error
-        self._loss.noted = ""
-
-    def _retrying(self) -> tenacity.Retrying:
-        return tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type(DistNetworkError),
-            stop=tenacity.stop_after_delay(self.patience),
-            wait=tenacity.wait_exponential(multiplier=0.05, max=1.0),
-        )
+            raise StoreError(loss) from error
+        self._losses.clear()
 
     def _open(self, timeout: timedelta, tried: tenacity.RetryCallState) -> tuple[StoreMixin, bytes]:
         """Makes a connection, in one attempt.

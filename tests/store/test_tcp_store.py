@@ -142,7 +142,7 @@ def test_a_store_that_was_lost_for_a_time_is_found_again(proxy: Proxy) -> None:
     client = TCPStore("localhost", proxy.port, timeout=LONG)
     client.set("k", "v")
     client.check(["k"])
-    client._loss.noted = "lost"
+    client._losses.append("lost")
     proxy.cut()
     assert client.get("k") == b"v"
 
