@@ -230,10 +230,8 @@ class EtcdAddress:
         return dataclasses.replace(self, namespace=self.namespace + namespace)
 
     def __str__(self) -> str:
-        given = dataclasses.asdict(self)
-        options = {name: given[name] for name in ("namespace", "ca", "cert", "key") if given[name]}
-        if self.ttl != DEFAULT_TTL:
-            options["ttl"] = self.ttl
+        usual = dataclasses.asdict(EtcdAddress(self.endpoints, self.prefix))
+        options = {name: given for name, given in dataclasses.asdict(self).items() if given != usual[name]}
         query = f"?{urlencode(options, safe='/')}" if options else ""
         # https:// has slashes of its own, and urlsplit takes no bracket behind another name.
         members = quote(self.endpoints, safe=":,")
@@ -280,7 +278,7 @@ def parse_endpoints(endpoints: str | Sequence[str], tls: bool = False) -> list[E
     Raises:
         ValueError: it cannot be right.
     """
-    parts = endpoints.split(",") if isinstance(endpoints, str) else list(endpoints)
+    parts = endpoints.split(",") if isinstance(endpoints, str) else endpoints
     found = [_parse_endpoint(part.strip(), tls) for part in parts if part.strip()]
     if not found:
         raise ValueError("endpoints of etcd are empty; pass 'host:port,host:port,…'")
@@ -299,8 +297,9 @@ def _parse_endpoint(text: str, tls: bool) -> Endpoint:
     except ValueError:
         host = port = None
     if url.scheme not in ("http", "https") or not host or port is None or url.path.strip("/"):
+        shown = without_secrets(text)
         raise ValueError(
-            f"endpoint {without_secrets(text)!r} of etcd must be host:port, http://host:port or https://host:port"
+            f"endpoint {shown!r} of etcd must be host:port, http://host:port or https://host:port"
         )
     if tls and url.scheme == "http":
         raise ValueError(f"endpoint {text!r} of etcd is plain http, though there are certificates for TLS")
