@@ -183,7 +183,7 @@ class EtcdStore(Store, StoreMixin):
         return [messages.value_of(present[key]) or b"" for key in keys]
 
     def check(self, keys: list[str]) -> bool:
-        return len(self._look("check", keys, keys_only=True)[1]) == len(set(keys))
+        return len(self._look("check", keys)[1]) == len(set(keys))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         seconds = (self.timeout if timeout is None else timeout).total_seconds()
@@ -258,11 +258,9 @@ class EtcdStore(Store, StoreMixin):
         """What a key holds, with the revisions at which it was written."""
         return self._look("get", [key])[1].get(key, ())
 
-    def _look(
-        self, what: str, keys: Sequence[str], *, keys_only: bool = False
-    ) -> tuple[int, dict[str, Sequence[KeyValue]]]:
+    def _look(self, what: str, keys: Sequence[str]) -> tuple[int, dict[str, Sequence[KeyValue]]]:
         """What those of some keys hold that are there; and as of which revision."""
-        reads = [messages.get(self._keys.span(key), keys_only=keys_only) for key in keys]
+        reads = [messages.get(self._keys.span(key)) for key in keys]
         revision, answers = self._etcd.read(f"{what} {', '.join(map(repr, keys))}", reads, self.patience)
         return revision, {key: found.keys for key, found in zip(keys, answers, strict=True) if found.keys}
 

@@ -113,11 +113,9 @@ class EtcdClient:
 
     # Requests ------------------------------------------------------------------------------------------
 
-    def read(
-        self, span: Span, *, keys_only: bool = False, timeout: float | None = None
-    ) -> Sequence[KeyValue]:
+    def read(self, span: Span, timeout: float | None = None) -> Sequence[KeyValue]:
         """Reads keys; see `transaction` for errors."""
-        request = messages.get(span, keys_only=keys_only)["request_range"]
+        request = messages.get(span)["request_range"]
         return Answer.parse(self.request("range", "kv/range", request, timeout)).keys
 
     def transaction(self, transaction: Transaction, timeout: float | None = None) -> Answer:

@@ -199,15 +199,14 @@ def read_answer(what: str, endpoint: Endpoint, status: int, data: bytes) -> dict
         reply = json.loads(data)
     except ValueError:
         reply = None
-    if status == 200 and isinstance(reply, dict):
+    if isinstance(reply, dict):
         inner = reply.get("error")
-        if isinstance(inner, dict):  # of a stream
-            code = int(inner.get("grpc_code") or inner.get("code") or 2)  # the first until etcd 3.4
-            raise refusal(what, endpoint, code, str(inner.get("message")))
-        return reply
-    if isinstance(reply, dict) and "code" in reply:
-        reason = reply.get("error") or reply.get("message")  # the first until etcd 3.4
-        raise refusal(what, endpoint, int(reply["code"]), str(reason))
+        error = inner if isinstance(inner, dict) else reply  # the former is a stream's
+        code = error.get("grpc_code") or error.get("code")  # here and below the first until etcd 3.4
+        if code or error is inner:
+            raise refusal(what, endpoint, int(code or 2), str(error.get("error") or error.get("message")))
+        if status == 200:
+            return reply
     if status >= 500:
         raise NoAnswer(f"{endpoint} answers HTTP {status}")
     raise StoreError(

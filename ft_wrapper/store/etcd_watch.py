@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Generator, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import urllib3
 
@@ -35,16 +35,8 @@ _LOST = (NoAnswer, urllib3.exceptions.HTTPError, http.client.HTTPException, OSEr
 _CLOSED_WITHIN = 2.0  # seconds for a thread that was told to end, and has only to notice
 
 
-class Event(NamedTuple):
-    """A write that a watch saw; a deletion, where the value is None. The revision is the store's by it."""
-
-    key: bytes
-    value: bytes | None
-    revision: int
-
-
 class Watch:
-    """Writes of a span, as they come, each once and in order.
+    """Writes of a span, as they come, each once and in order. What is deleted was created in revision 0.
 
     When a member is lost it goes on with another one, after the last revision that was seen. A member that
     has lost the majority says so and is left. While nothing is written there is no traffic.
@@ -87,7 +79,7 @@ class Watch:
     def _left(self) -> float:
         return 0.0 if self._closed.is_set() else self._deadline - time.monotonic()
 
-    def first(self, seconds: float) -> Event | None:
+    def first(self, seconds: float) -> KeyValue | None:
         """Waits for the first event, in this thread; None if there is none in time, or the watch was closed.
 
         Raises:
@@ -98,7 +90,7 @@ class Watch:
         with contextlib.closing(self.events()) as events:
             return next(events, None)
 
-    def events(self) -> Generator[Event, None, None]:
+    def events(self) -> Generator[KeyValue, None, None]:
         """Yields events until it is closed.
 
         Raises:
@@ -123,7 +115,7 @@ class Watch:
         finally:
             client.leaving.discard(self._leave)
 
-    def _one_stream(self, patience: float) -> Iterator[Event]:
+    def _one_stream(self, patience: float) -> Iterator[KeyValue]:
         client = self._client
         endpoint = client.current
         token = client.token(patience)
@@ -173,7 +165,7 @@ class Watch:
             if message.strip():
                 yield messages.read_answer("watch", endpoint, 200, message)
 
-    def _events(self, message: dict[str, Any], endpoint: Endpoint) -> Iterator[Event]:
+    def _events(self, message: dict[str, Any], endpoint: Endpoint) -> Iterator[KeyValue]:
         result = message.get("result", {})
         if result.get("canceled"):
             kept = int(result.get("compact_revision", 0))
@@ -183,12 +175,10 @@ class Watch:
             code = messages.PERMISSION_DENIED if "permission" in reason else 2
             raise messages.refusal("watch", endpoint, code, reason)
         self._denied = False
-        kv = None
-        for event in result.get("events", []):
-            kv = KeyValue.parse(event["kv"])
-            yield Event(kv.key, None if event.get("type") == "DELETE" else kv.value, kv.mod_revision)
-        if kv is not None:  # all writes of a revision come in one message
-            self._start = kv.mod_revision + 1
+        events = [KeyValue.parse(event["kv"]) for event in result.get("events", [])]
+        yield from events
+        if events:  # all writes of a revision come in one message
+            self._start = events[-1].mod_revision + 1
 
 
 class StandingWatch:
@@ -235,7 +225,7 @@ class StandingWatch:
             for event in self._watch.events():
                 with self._changed:
                     self._values.pop(event.key, None)
-                    if event.value is not None:
+                    if event.create_revision:
                         self._values[event.key] = event.value
                         self._changed.notify_all()
         except EtcdCompacted:

@@ -73,7 +73,7 @@ def await_lapses(store: EtcdStore, after: int, number: int = 1, key: str = KEY) 
     """Waits until etcd has taken away some entries of a key."""
     watch = Watch(store._etcd.client, store._keys.entries(key), after + 1)
     events = watch.events()
-    lapses = (event for event in events if event.value is None)
+    lapses = (event for event in events if not event.create_revision)
     try:
         Background(lambda: [*itertools.islice(lapses, number)]).join()
     finally:
