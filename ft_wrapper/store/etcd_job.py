@@ -1,5 +1,6 @@
 """What a job has in etcd: keys under one lease, signs of life."""
 
+import contextlib
 import logging
 import math
 import os
@@ -189,31 +190,25 @@ class EtcdJob:
         return end
 
     def _keep(self, stop: queue.SimpleQueue[None]) -> None:
-        until_next: float | None = 0.0
-        while until_next is not None:
-            try:
-                stop.get(timeout=until_next)
+        ttl, pause = 1, 0.0
+        while ttl:
+            with contextlib.suppress(queue.Empty):
+                stop.get(timeout=pause)
                 break
-            except queue.Empty:
-                until_next = self._keep_once()
+            try:
+                ttl = self.client.keep_alive(self.lease, _KEPT_WITHIN)
+                pause = ttl / 3
+            except StoreError as error:
+                log.warning("the lease of the job could not be kept alive, trying again: %s", error)
+                pause = _KEPT_AGAIN_AFTER
+        else:
+            log.warning("%r: the job's lease has expired and its keys are gone: it cannot go on", self)
         with self._lock:
             self._is_kept = False
             standing, self._standing = list(self._standing.values()), {}
         for watch in standing:
             watch.close()
         self.client.close()
-
-    def _keep_once(self) -> float | None:
-        """Keeps the lease alive; seconds until the next time, None if there is no such lease any more."""
-        try:
-            ttl = self.client.keep_alive(self.lease, _KEPT_WITHIN)
-        except StoreError as error:
-            log.warning("the lease of the job could not be kept alive, trying again: %s", error)
-            return _KEPT_AGAIN_AFTER
-        if not ttl:
-            log.warning("%r: the job's lease has expired and its keys are gone: it cannot go on", self)
-            return None
-        return ttl / 3
 
     # Signs of life -------------------------------------------------------------------------------------
 

@@ -101,17 +101,15 @@ class Watch:
         client.leaving.add(self._leave)
         try:
             while self._left() > 0:
+                patience = min(client.try_lasts(failures + 1), max(self._left(), 0.05))
                 try:
-                    for event in self._one_stream(
-                        min(client.try_lasts(failures + 1), max(self._left(), 0.05))
-                    ):
+                    for event in self._one_stream(patience):
                         failures = 0
                         yield event
                 except NoAnswer as error:
                     failures += 1
-                    if self._left() > 0:
-                        log.debug("%r: watch: %s; trying again", client, error)
-                        self._closed.wait(min(client.pause_after(failures), self._left()))
+                    log.debug("%r: watch: %s", client, error)
+                    self._closed.wait(min(client.pause_after(failures), self._left()))
         finally:
             client.leaving.discard(self._leave)
 
