@@ -469,6 +469,18 @@ def test_wait_after_a_compaction_costs_no_more(relay: Relay, etcd: EtcdServer, m
     assert waiting.join() == "1"
 
 
+def test_a_key_that_is_deleted_wakes_nobody_who_comes_later(etcd: EtcdServer, make: Make) -> None:
+    store, other = make(etcd.endpoints), make(etcd.endpoints)
+    deleted, kept = f"{names.WAKE}a", f"{names.WAKE}b"
+    assert store.hear(deleted, 0.0) is None
+    other.set(deleted, "1")
+    assert store.hear(deleted, 60.0) == "1"
+    other.delete_key(deleted)
+    other.set(kept, "1")
+    assert store.hear(kept, 60.0) == "1"  # the watch is past the deletion
+    assert store.hear(deleted, 0.0) is None
+
+
 # The life of a job
 
 
