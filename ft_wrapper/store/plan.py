@@ -1,5 +1,6 @@
 """Which store a job uses, by whom it is hosted: never by a training process, so that any rank may die."""
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -74,14 +75,12 @@ class StorePlan:
         """
         if self.port is None or not (by_rank or self.chosen):
             return False
-        try:
-            client = TCPStore(self.host, self.port, timeout=_PROBE)
-        except StoreError:
-            return False
-        try:
+        with (
+            contextlib.suppress(StoreError),
+            contextlib.closing(TCPStore(self.host, self.port, timeout=_PROBE)) as client,
+        ):
             return by_rank if client.is_hosted_by_rank() else self.chosen
-        finally:
-            client.close()
+        return False
 
 
 def connector(address: str, timeout: timedelta) -> Callable[[], StoreMixin]:
