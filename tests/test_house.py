@@ -54,7 +54,7 @@ LINES = {
     "restart": Budget(1200, 1547, CORE),
     "rank_assignment": Budget(500, 504, CORE),
     "protocol": Budget(2170, 2428, CORE),
-    "store": Budget(1670, 2038, CORE),
+    "store": Budget(1670, 1894, CORE),
     "monitor": Budget(2210, 2457, CORE),
     "torch_groups": Budget(1185, 1288, CORE),
     "rendezvous": Budget(1700, 1889, CORE),
