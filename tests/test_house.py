@@ -51,7 +51,7 @@ class Budget:
 LINES = {
     "top": Budget(990, 1380, CORE),
     "cli": Budget(700, 825, SHELL),
-    "restart": Budget(1200, 1547, CORE),
+    "restart": Budget(1200, 1548, CORE),
     "rank_assignment": Budget(500, 504, CORE),
     "protocol": Budget(2170, 2428, CORE),
     "store": Budget(1670, 1894, CORE),
