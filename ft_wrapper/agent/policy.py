@@ -36,7 +36,7 @@ RANK_RESTARTS = 10
 FAULT_WINDOW = 3600.0
 #: For a store that an agent hosts, and which answers at once if it can.
 STORE_TIMEOUT = timedelta(seconds=10)
-_STRANDED = ("raised ft_wrapper.exception.TimeoutError", "raised ft_wrapper.exception.Store")
+_STRANDED = ("raised ft_wrapper.exception.RestartTimeout", "raised ft_wrapper.exception.Store")
 _AGAIN = timedelta(seconds=1)  # for the next question to a store that was out of reach just now
 
 
