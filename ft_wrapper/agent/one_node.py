@@ -107,14 +107,14 @@ class OneNode(Nodes):
         term, over = self.inbox.term, threading.Event()
 
         def wait() -> None:
-            known = first.record
+            known = first
             with contextlib.closing(store):
                 while not over.is_set():
                     key = version_key(known.version + 1)
                     with contextlib.suppress(DistStoreError):  # nothing has come for so long
                         # Not `RecordRegister.wait`, whose client tries to find a store again that is closed.
                         store.torch_store.wait([store.wake_name(key)], timedelta(seconds=LOOK_AGAIN))
-                    known = register.read().record
+                    known = register.read()
                     news = what_follows(known, node, record.round)
                     for one in asked_of(known, node) if news is None else [news]:
                         self.inbox.put(term, one)

@@ -96,7 +96,7 @@ class Job:
                 f"no node of ftrun meets others at {self._endpoint}; give the --rdzv-endpoint of the job, or "
                 "on one node what ftrun says at the start"
             )
-        return RecordRegister(self._store, self._record).change(change).record
+        return RecordRegister(self._store, self._record).change(change)
 
 
 def drain(endpoint: str, target: str, within: float, why: str) -> str:

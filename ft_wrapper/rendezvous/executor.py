@@ -19,7 +19,7 @@ from .keys import alive_key, process_key
 from .operations import Action, Announced, Context
 from .quarantine import Quarantine
 from .record import Admission, Node, NodePlace, RendezvousRecord, Seat, differences, digest
-from .register import RecordRegister, Snapshot
+from .register import RecordRegister
 from .settings import RendezvousSettings
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class Executor:
 
     # Operations ------------------------------------------------------------------------------------------
 
-    def join(self, leaving: int | None = None) -> Snapshot:
+    def join(self, leaving: int | None = None) -> RendezvousRecord:
         """Takes part in the next round, or in the running one under the policy ``rank``.
 
         Args:
@@ -71,7 +71,7 @@ class Executor:
         """
         return self._run(operations.join, self._settings.join_timeout, leaving)
 
-    def exit(self) -> Snapshot:
+    def exit(self) -> RendezvousRecord:
         """Gives up the place that this node has or is about to get."""
         return self._run(operations.exit_, self._settings.close_timeout)
 
@@ -104,13 +104,13 @@ class Executor:
         That is a wake-up after a change, or taking the log into the record: as long as a node is in the log
         only, no node watches it.
         """
-        snapshot = self.register.read()
-        self.register.pass_on(snapshot)
-        if snapshot.record.closed or snapshot.record.place_of(self.node) is None:
+        record = self.register.read()
+        self.register.pass_on(record.version)
+        if record.closed or record.place_of(self.node) is None:
             return
-        after = moves.fold(snapshot.record, self.register.admissions(snapshot.record.epoch))
-        if after != snapshot.record:
-            self.register.replace(snapshot, after)
+        after = moves.fold(record, self.register.admissions(record.epoch))
+        if after != record:
+            self.register.replace(record, after)
 
     def check(self, record: RendezvousRecord) -> None:
         """Raises RendezvousError if this node does not belong to this record."""
@@ -129,11 +129,11 @@ class Executor:
 
     # Running ---------------------------------------------------------------------------------------------
 
-    def _run(self, operation: Operation, timeout: float, leaving: int | None = None) -> Snapshot:
-        began, snapshot = self.store.now(), self.register.latest()
+    def _run(self, operation: Operation, timeout: float, leaving: int | None = None) -> RendezvousRecord:
+        began, record = self.store.now(), self.register.latest()
         context = Context(
             self.node,
-            snapshot.record,
+            record,
             began,
             began + timeout,
             leaving,
@@ -142,7 +142,6 @@ class Executor:
         )
         self.was_spare = False
         while True:
-            record = snapshot.record
             if operation is operations.join:
                 self.check(record)
             context = self._next(context, record, timeout)
@@ -152,16 +151,16 @@ class Executor:
                 log.info("%s: node %s is a spare: there is no seat for it now", run_id, self.node)
             action = operation(context)
             if action is Action.FINISH:
-                return snapshot
+                return record
             if action is Action.ERROR_CLOSED:
                 raise self._closed(record, context.place is NodePlace.SPARE)
             if action is Action.ERROR_TIMEOUT:
                 raise self._timed_out(record, timeout)
             if action is Action.SYNC:
-                snapshot = self._wait(snapshot, context)
+                record = self._wait(context)
             else:
                 log.debug("%s: %s: %s", self._settings.run_id, self.node, action.value)
-                snapshot = self._act(action, snapshot, context)
+                record = self._act(action, context)
 
     def _next(self, before: Context, record: RendezvousRecord, timeout: float) -> Context:
         """The context of the next action, with a record that may be newer."""
@@ -175,33 +174,33 @@ class Executor:
             return dataclasses.replace(context, enough_since=now)
         return context
 
-    def _wait(self, snapshot: Snapshot, context: Context) -> Snapshot:
+    def _wait(self, context: Context) -> RendezvousRecord:
         seconds = context.next_timer - context.now
-        newer = self.register.board.wait(snapshot.record.version, min(seconds, REFRESH))
+        newer = self.register.board.wait(context.record.version, min(seconds, REFRESH))
         if newer is not None:
             return newer
-        return self.register.read() if seconds >= REFRESH else snapshot
+        return self.register.read() if seconds >= REFRESH else context.record
 
-    def _act(self, action: Action, snapshot: Snapshot, context: Context) -> Snapshot:
+    def _act(self, action: Action, context: Context) -> RendezvousRecord:
         completes, removes = action is Action.MARK_RENDEZVOUS_COMPLETE, action in operations.REMOVAL.values()
         if not (completes or removes or context.is_announced):
             self._announce(context)
             return self.register.latest()
-        after = snapshot.record
+        after = context.record
         if completes or context.is_announced:  # else its admission would get into the record later
             after = moves.fold(after, self.register.admissions(after.epoch))
         if completes:
             after = moves.complete_round(after)
         if removes:
             after, _ = moves.remove_nodes(after, [self.node])
-        if after == snapshot.record:
+        if after == context.record:
             # Another node may have taken the log into the record since that was read, and deleted it.
             newest = self.register.read()
-            won = newest.text == snapshot.text
+            won = newest == context.record
         else:
-            newest, won = self.register.replace(snapshot, after)
+            newest, won = self.register.replace(context.record, after)
         # The log is in the record. If this node is not, it was taken out and has to join again.
-        if won and dataclasses.replace(context, record=newest.record).place is None:
+        if won and dataclasses.replace(context, record=newest).place is None:
             self._announced = None
         return newest
 
@@ -266,7 +265,7 @@ def await_predecessor(register: RecordRegister, node_id: str, settings: Rendezvo
     store, limit = register.store, settings.keep_alive_timeout
     watch, began = observer(store, limit), store.now()
     for look in itertools.count():
-        record = register.read().record
+        record = register.read()
         before = record.find(node_id)
         if record.closed or before is None or _has_ended(before, read(store, process_key(node_id)) or ""):
             return

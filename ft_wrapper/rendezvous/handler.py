@@ -127,7 +127,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
             presence.release()
             while True:
                 leaving = None if self.joined is None else self.joined.round
-                record = self.joined = presence.executor.join(leaving).record
+                record = self.joined = presence.executor.join(leaving)
                 presence.forget_predecessors()
                 info = self._info(presence, record)
                 if info is not None:
@@ -253,7 +253,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
             RendezvousConnectionError: the store is lost.
         """
         with self._side_register() as register:
-            return register.read().record
+            return register.read()
 
     def wait_for_change(self, version: int, timeout: float) -> RendezvousRecord | None:
         """Waits until the record is newer than a version; None if that takes longer than ``timeout`` seconds.
@@ -261,8 +261,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
         Raises:
             RendezvousConnectionError: the store is lost.
         """
-        snapshot = self._board.wait(version, timeout)
-        return None if snapshot is None else snapshot.record
+        return self._board.wait(version, timeout)
 
     def adopt_rank_policy(self) -> bool:
         """Goes over to the policy ``rank``: the job has a head, so its ranks can be replaced one by one.
@@ -341,7 +340,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
 
     def _change(self, change: Callable[[RendezvousRecord], RendezvousRecord]) -> RendezvousRecord:
         with self._side_register() as register:
-            return register.change(change).record
+            return register.change(change)
 
     def _info(self, presence: Presence, record: RendezvousRecord) -> elastic.RendezvousInfo | None:
         """What the agent needs to know of the round; None if the round is lost before it has begun."""
@@ -361,7 +360,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
 
     def _await_goodbyes(self) -> None:
         with self._side_register() as register:
-            others = self._others(register.latest().record, register.store)
+            others = self._others(register.latest(), register.store)
             try:
                 register.store.wait(list(map(goodbye_key, others)), timedelta(seconds=_GOODBYE))
             except DistStoreError:

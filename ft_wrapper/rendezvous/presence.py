@@ -285,7 +285,7 @@ class NodeHeart(_Keeper):
         self._beats += 1
         if self._beats % max(1, int(REFRESH / self._interval)) == 0:
             self._executor.sweep()
-        record = self._register.latest().record
+        record = self._register.latest()
         if record.closed:
             return True
         outside = self._quarantined(record)
@@ -337,7 +337,7 @@ class Presence:
         self.node = node
         self.store = register.store
         self.executor = Executor(node, register, settings)
-        self.executor.check(register.read().record)
+        self.executor.check(register.read())
         note_process(self.store, node)
         self._board = register.board
         self._job = settings.run_id

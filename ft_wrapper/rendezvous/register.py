@@ -39,19 +39,6 @@ def store_errors() -> Iterator[None]:
         raise RendezvousConnectionError(f"the rendezvous store cannot be used: {error}") from error
 
 
-@dataclasses.dataclass(frozen=True)
-class Snapshot:
-    """The record at one time.
-
-    Args:
-        text: what the store holds; empty if there is no record yet.
-        record: what that means.
-    """
-
-    text: str
-    record: RendezvousRecord
-
-
 class RecordRegister:
     """The record in a store, for one thread.
 
@@ -64,28 +51,32 @@ class RecordRegister:
     def __init__(self, store: Operations, initial: RendezvousRecord, board: "Board | None" = None) -> None:
         self.store = store
         self.board = Board() if board is None else board
-        self._initial = Snapshot("", initial)
+        self._initial = initial
 
-    def read(self) -> Snapshot:
-        """Reads the record."""
-        return self.board.learn(self._snapshot(read(self.store, RECORD_KEY) or ""))
+    def read(self) -> RendezvousRecord:
+        """Reads the record.
 
-    def latest(self) -> Snapshot:
+        Raises:
+            RendezvousStateError: it cannot be read as one.
+        """
+        return self._learn(read(self.store, RECORD_KEY) or "")
+
+    def latest(self) -> RendezvousRecord:
         """The newest record that this process knows; read only if it knows none."""
-        return self.board.latest() or self.read()
+        return self.board.record or self.read()
 
-    def change(self, change: Callable[[RendezvousRecord], RendezvousRecord]) -> Snapshot:
+    def change(self, change: Callable[[RendezvousRecord], RendezvousRecord]) -> RendezvousRecord:
         """Changes the record: again with each newer one, until it is written or the change does nothing."""
-        snapshot, won = self.latest(), False
-        while not won and (after := change(snapshot.record)) != snapshot.record:
-            snapshot, won = self.replace(snapshot, after)
-        return snapshot
+        record, won = self.latest(), False
+        while not won and (after := change(record)) != record:
+            record, won = self.replace(record, after)
+        return record
 
     def touch(self) -> None:
         """Makes a new version of the record with nothing else changed, which wakes all that wait for one."""
         self.change(lambda record: dataclasses.replace(record, version=record.version + 1))
 
-    def replace(self, before: Snapshot, after: RendezvousRecord) -> tuple[Snapshot, bool]:
+    def replace(self, before: RendezvousRecord, after: RendezvousRecord) -> tuple[RendezvousRecord, bool]:
         """Replaces the record, unless another node has, and wakes those that wait for that.
 
         Returns:
@@ -94,27 +85,28 @@ class RecordRegister:
         Raises:
             RendezvousStateError: the record is gone, or cannot be read.
         """
-        version = before.record.version + 1
+        version = before.version + 1
         record = dataclasses.replace(after, version=version, writer=next(self.store.nonces))
+        expected = before.to_text() if before.version else ""
         desired = record.to_text()
-        held = self.store.execute([Move(RECORD_KEY, before.text, desired)])[0] or ""
+        held = self.store.execute([Move(RECORD_KEY, expected, desired)])[0] or ""
         if held == desired:
             # The node that wrote the version before may have died before it could wake the others.
             wakes = (self.store.wake_name(version_key(number)) for number in (version - 1, version))
             self.store.execute([Write(dict.fromkeys(wakes, ""))])
             if version > KEPT_VERSIONS:
                 self.store.delete_key(self.store.wake_name(version_key(version - KEPT_VERSIONS)))
-            if record.epoch > max(1, before.record.epoch):
+            if record.epoch > max(1, before.epoch):
                 self.store.delete_key(log_key(record.epoch - 2))
                 self.store.delete_key(count_key(record.epoch - 2))
-            return self.board.learn(Snapshot(desired, record)), True
-        if held == before.text:
+            return self.board.learn(record), True
+        if held == expected:
             raise RendezvousStateError(
                 f"store key {RECORD_KEY!r} is gone: the store has lost what the nodes agreed on"
             )
-        return self.board.learn(self._snapshot(held)), False
+        return self._learn(held), False
 
-    def wait(self, version: int, seconds: float) -> Snapshot | None:
+    def wait(self, version: int, seconds: float) -> RendezvousRecord | None:
         """Waits to be woken by a version newer than this one, then reads the record.
 
         It reads what the record is now, however long this node was stopped before it could look. But a wait
@@ -125,9 +117,9 @@ class RecordRegister:
         """
         return self.read() if self.store.hear(version_key(version + 1), seconds) is not None else None
 
-    def pass_on(self, snapshot: Snapshot) -> None:
+    def pass_on(self, version: int) -> None:
         """Wakes those that wait for a version, if its writer died before it could."""
-        key = version_key(snapshot.record.version)
+        key = version_key(version)
         if not self.store.check([self.store.wake_name(key)]):
             self.store.execute([Wake(key, "")])
 
@@ -148,9 +140,9 @@ class RecordRegister:
         except ValueError as error:
             raise RendezvousStateError(f"store key {key!r}: {error}") from error
 
-    def _snapshot(self, text: str) -> Snapshot:
+    def _learn(self, text: str) -> RendezvousRecord:
         try:
-            return Snapshot(text, RendezvousRecord.from_text(text)) if text else self._initial
+            return self.board.learn(RendezvousRecord.from_text(text) if text else self._initial)
         except ValueError as error:
             raise RendezvousStateError(f"store key {RECORD_KEY!r}: {error}") from error
 
@@ -164,6 +156,9 @@ class Board:
         on_evicted: notified of the seats that this node has taken from silent nodes.
         on_change: notified of each record.
         on_lost: notified, once, that the store is lost.
+
+    Attributes:
+        record: the newest record; None if none is known yet.
     """
 
     def __init__(
@@ -176,31 +171,21 @@ class Board:
         self.on_change = _guarded("on_change", on_change)
         self._on_lost = _guarded("on_lost", on_lost)
         self._changed = threading.Condition()
-        self._latest: Snapshot | None = None
+        self.record: RendezvousRecord | None = None
         self._lost: Exception | None = None
-
-    def latest(self) -> Snapshot | None:
-        """The newest record, as it was read; None if none is known yet."""
-        return self._latest
-
-    @property
-    def record(self) -> RendezvousRecord | None:
-        """The newest record; None if none is known yet."""
-        latest = self.latest()
-        return None if latest is None else latest.record
 
     def known(self) -> RendezvousRecord:
         """The newest record, where one is known."""
         assert self.record is not None
         return self.record
 
-    def learn(self, snapshot: Snapshot) -> Snapshot:
+    def learn(self, record: RendezvousRecord) -> RendezvousRecord:
         """Keeps a record, if it is newer; returns it in any case."""
         with self._changed:
-            if self._latest is None or snapshot.record.version > self._latest.record.version:
-                self._latest = snapshot
+            if self.record is None or record.version > self.record.version:
+                self.record = record
                 self._changed.notify_all()
-        return snapshot
+        return record
 
     def lose(self, error: Exception) -> None:
         """The store is lost: no later change will be seen."""
@@ -216,7 +201,7 @@ class Board:
         if self._lost is not None:
             raise RendezvousConnectionError(f"the rendezvous store is lost: {self._lost}") from self._lost
 
-    def wait(self, version: int, seconds: float | None = None) -> Snapshot | None:
+    def wait(self, version: int, seconds: float | None = None) -> RendezvousRecord | None:
         """Waits for a record newer than this version; None if none came in time.
 
         Raises:
@@ -225,7 +210,7 @@ class Board:
         with self._changed:
             self._changed.wait_for(lambda: self._lost is not None or self._newer(version), seconds)
             if self._newer(version):
-                return self._latest
+                return self.record
         self.check()
         return None
 

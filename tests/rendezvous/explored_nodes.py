@@ -28,7 +28,7 @@ from ft_wrapper.rendezvous.keys import RECORD_KEY, log_key
 from ft_wrapper.rendezvous.moves import adopt_rank_policy, close
 from ft_wrapper.rendezvous.operations import nodes_waiting
 from ft_wrapper.rendezvous.record import Admission, Node, NodePlace, RendezvousRecord, RoundPolicy, Seat
-from ft_wrapper.rendezvous.register import Board, RecordRegister, Snapshot
+from ft_wrapper.rendezvous.register import Board, RecordRegister
 from ft_wrapper.rendezvous.settings import RendezvousSettings
 from ft_wrapper.store import StoreMixin
 from ft_wrapper.testing import Task
@@ -87,10 +87,10 @@ class NotedBoard(StoreBoard):
         super().__init__(register, memory)
         self.scheduler = scheduler
 
-    def latest(self) -> Snapshot | None:
-        snapshot = super().latest()
-        self.scheduler.learn(None if snapshot is None else snapshot.text)
-        return snapshot
+    def latest(self) -> RendezvousRecord | None:
+        record = super().latest()
+        self.scheduler.learn(None if record is None else record.to_text())
+        return record
 
 
 class ExploredNode:
@@ -115,8 +115,8 @@ class ExploredNode:
 
     def known(self) -> object:
         """All that is known of it beside what its tasks have learned."""
-        snapshot = self.memory.latest()
-        text = "" if snapshot is None else snapshot.text
+        record = self.memory.record
+        text = "" if record is None else record.to_text()
         left_over = self.executor._announced
         return self.node.name, self.fate, self.leaving, self.inside, self.last_round, text, left_over
 
@@ -160,7 +160,7 @@ class ExploredNode:
 
     def _join(self) -> None:
         leaving, self.inside = self.last_round, None
-        state = self.executor.join(leaving).record
+        state = self.executor.join(leaving)
         self.job.check_told(self, state)
         self.inside = self.last_round = state.round
 
@@ -184,7 +184,7 @@ class ExploredNode:
         return self._state().closed
 
     def _state(self) -> RendezvousRecord:
-        return self.executor.register.latest().record
+        return self.executor.register.latest()
 
     def _end(self, fate: str) -> None:
         self.fate, self.inside = fate, None
@@ -220,7 +220,7 @@ class ExploredNode:
 
         def beat() -> None:
             while True:
-                state = executor.register.latest().record
+                state = executor.register.latest()
                 if state.closed:
                     return
                 dead = [other for other in neighbours(state, self.node) if self.job.is_dead(other)]

@@ -19,7 +19,7 @@ from ft_wrapper.rendezvous.moves import adopt_rank_policy, close
 from ft_wrapper.rendezvous.operations import nodes_waiting
 from ft_wrapper.rendezvous.presence import NodeHeart, Watcher, nearest, ring
 from ft_wrapper.rendezvous.record import Node, NodePlace, RendezvousRecord, RoundPolicy, Seat
-from ft_wrapper.rendezvous.register import Board, RecordRegister, Snapshot
+from ft_wrapper.rendezvous.register import Board, RecordRegister
 from ft_wrapper.rendezvous.settings import RendezvousSettings
 from ft_wrapper.testing import Scheduler, Task
 from ft_wrapper.testing.clock import Waiter
@@ -44,19 +44,28 @@ class StoreBoard(Board):
         self._register = register
         self._memory = memory
 
-    def latest(self) -> Snapshot | None:
-        return self._memory.latest()
+    @property
+    def record(self) -> RendezvousRecord | None:
+        return self.latest()
 
-    def learn(self, snapshot: Snapshot) -> Snapshot:
-        return self._memory.learn(snapshot)
+    @record.setter
+    def record(self, record: RendezvousRecord | None) -> None:
+        assert record is None
 
-    def wait(self, version: int, seconds: float) -> Snapshot | None:
+    def latest(self) -> RendezvousRecord | None:
+        """The newest record."""
+        return self._memory.record
+
+    def learn(self, record: RendezvousRecord) -> RendezvousRecord:
+        return self._memory.learn(record)
+
+    def wait(self, version: int, seconds: float) -> RendezvousRecord | None:
         known = self.latest()
-        if known is not None and known.record.version > version:
+        if known is not None and known.version > version:
             return known
         self._register.wait(version, seconds)
         known = self.latest()
-        return known if known is not None and known.record.version > version else None
+        return known if known is not None and known.version > version else None
 
 
 class SimulatedBoard(Board):
@@ -67,26 +76,26 @@ class SimulatedBoard(Board):
         self._scheduler = scheduler
         self._waiters: list[Waiter] = []
 
-    def learn(self, snapshot: Snapshot) -> Snapshot:
-        super().learn(snapshot)
+    def learn(self, record: RendezvousRecord) -> RendezvousRecord:
+        super().learn(record)
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
             waiter.missing.clear()
             waiter.woken = True
             self._scheduler.woke(waiter)
-        return snapshot
+        return record
 
     def lose(self, error: Exception) -> None:
         raise AssertionError(f"the store is lost: {error}") from error
 
-    def wait(self, version: int, seconds: float) -> Snapshot | None:
+    def wait(self, version: int, seconds: float) -> RendezvousRecord | None:
         self._scheduler.step("", "wait for the board", (version, seconds))  # that a busy loop ends
         deadline = self._scheduler.now() + seconds
         while not self._newer(version) and self._scheduler.now() < deadline:
             waiter = Waiter({"a newer record"})
             self._waiters.append(waiter)
             self._scheduler.block(waiter, deadline)
-        return self.latest() if self._newer(version) else None
+        return self.record if self._newer(version) else None
 
 
 class VirtualStop:
@@ -139,9 +148,7 @@ class SimulatedNode:
 
     @property
     def state(self) -> RendezvousRecord:
-        latest = self.board.latest()
-        assert latest is not None
-        return latest.record
+        return self.board.known()
 
     def _make(self, what: str) -> tuple[Executor, SimulatedStore]:
         store = self.world.store.clone(f"{what} {self.node.name}")
@@ -215,7 +222,7 @@ class SimulatedNode:
         """Takes part in the next round, or the running one."""
         leaving, self.inside = self.last_round, None
         self.joins_since = self.world.scheduler.now()
-        state = self.executor.join(leaving).record
+        state = self.executor.join(leaving)
         self.joins_since, self.joined = None, state
         seat = state.seat_of(self.node)
         assert state.complete

@@ -18,7 +18,7 @@ from ft_wrapper.rendezvous.executor import Executor
 from ft_wrapper.rendezvous.keys import RECORD_KEY, version_key
 from ft_wrapper.rendezvous.operations import Action, Announced, Context
 from ft_wrapper.rendezvous.record import Admission, RendezvousRecord, RoundPolicy, Seat, digest
-from ft_wrapper.rendezvous.register import RecordRegister, Snapshot
+from ft_wrapper.rendezvous.register import RecordRegister
 from ft_wrapper.testing import SchedulerError
 
 
@@ -92,11 +92,9 @@ def notes_its_entry_when_it_is_written(patch: pytest.MonkeyPatch) -> None:
 
 
 def leaves_its_entry_behind(patch: pytest.MonkeyPatch) -> None:
-    def act(self: Executor, action: Action, snapshot: Snapshot, context: Context) -> Snapshot:
+    def act(self: Executor, action: Action, context: Context) -> RendezvousRecord:
         leaves = action in operations.REMOVAL.values()
-        return right(
-            self, action, snapshot, dataclasses.replace(context, announced=None) if leaves else context
-        )
+        return right(self, action, dataclasses.replace(context, announced=None) if leaves else context)
 
     right = Executor._act
     patch.setattr(Executor, "_act", act)
@@ -105,18 +103,19 @@ def leaves_its_entry_behind(patch: pytest.MonkeyPatch) -> None:
 def believes_that_it_has_left(patch: pytest.MonkeyPatch) -> None:
     """Another node has taken its entry into the record and deleted the log, since it read the record."""
 
-    def act(self: Executor, action: Action, snapshot: Snapshot, context: Context) -> Snapshot:
+    def act(self: Executor, action: Action, context: Context) -> RendezvousRecord:
         if action not in operations.REMOVAL.values():
-            return right(self, action, snapshot, context)
-        entries = self.register.admissions(snapshot.record.epoch) if context.is_announced else []
-        after, _ = moves.remove_nodes(moves.fold(snapshot.record, entries), [self.node])
-        if after == snapshot.record:
+            return right(self, action, context)
+        record = context.record
+        entries = self.register.admissions(record.epoch) if context.is_announced else []
+        after, _ = moves.remove_nodes(moves.fold(record, entries), [self.node])
+        if after == record:
             self._announced = None
-            return snapshot
-        snapshot, won = self.register.replace(snapshot, after)
+            return record
+        record, won = self.register.replace(record, after)
         if won:
             self._announced = None
-        return snapshot
+        return record
 
     right = Executor._act
     patch.setattr(Executor, "_act", act)
@@ -149,13 +148,15 @@ def is_not_final(patch: pytest.MonkeyPatch) -> None:
 
 
 def sets_instead_of_comparing(patch: pytest.MonkeyPatch) -> None:
-    def replace(self: RecordRegister, before: Snapshot, after: RendezvousRecord) -> tuple[Snapshot, bool]:
-        version = before.record.version + 1
+    def replace(
+        self: RecordRegister, before: RendezvousRecord, after: RendezvousRecord
+    ) -> tuple[RendezvousRecord, bool]:
+        version = before.version + 1
         written = dataclasses.replace(after, version=version, writer=next(self.store.nonces))
         text = written.to_text()
         self.store.set(RECORD_KEY, text)
         self.store.multi_set([version_key(version - 1), version_key(version)], ["", text])
-        return Snapshot(text, written), True
+        return written, True
 
     patch.setattr(RecordRegister, "replace", replace)
 

@@ -13,7 +13,7 @@ from ft_wrapper.rendezvous.moves import may_evict
 from ft_wrapper.rendezvous.presence import NodeHeart, NodeWatch
 from ft_wrapper.rendezvous.quarantine import Quarantine
 from ft_wrapper.rendezvous.record import Node, RendezvousRecord, RoundPolicy, Seat
-from ft_wrapper.rendezvous.register import RecordRegister, Snapshot
+from ft_wrapper.rendezvous.register import RecordRegister
 from ft_wrapper.rendezvous.settings import RendezvousSettings
 from ft_wrapper.testing import FakeStore
 
@@ -192,7 +192,7 @@ def test_a_store_that_stays_slow_keeps_no_lost_node_in() -> None:
 def heart_of(node: Node, store: FakeStore, state: RendezvousRecord) -> NodeHeart:
     """A node's heart, whose beats the test asks for."""
     register = RecordRegister(store, state)
-    register.board.learn(Snapshot("", state))
+    register.board.learn(state)
     return NodeHeart(Executor(node, register, SETTINGS), SETTINGS)
 
 
@@ -208,13 +208,13 @@ def test_a_node_that_joins_again_is_not_taken_out_for_its_silence_before() -> No
             store.clock.advance(5.0)
             heart._register.read()
             assert not heart._beat()
-            if cut_off.register.read().record.place_of(NODES[2]) is None:
+            if cut_off.register.read().place_of(NODES[2]) is None:
                 return count
         raise AssertionError("it was never taken out")
 
     leaving, looks = None, list[int]()
     for _ in range(3):
-        leaving = cut_off.join(leaving).record.round
+        leaving = cut_off.join(leaving).round
         looks.append(looks_until_it_is_out())
     assert looks[1:] == [4, 4], "it was to have the whole timeout again, and no longer"
 

@@ -41,7 +41,7 @@ def join_at_once(size: int, seed: int, rounds: int) -> tuple[list[float], collec
         leaving = None
         for this in range(rounds):
             rounds_of[client.client] = this
-            leaving = executor.join(leaving).record.round
+            leaving = executor.join(leaving).round
             assert leaving == this
 
     for number in range(size):
