@@ -99,9 +99,9 @@ class NodeWatch:
         self._timeout = timeout
         self._interval = interval
         self._observer = observer(store, timeout)
-        self._known: set[Node] = set()
-        self._doubted: set[Node] = set()
-        self._looked: float | None = None
+        self._lived: dict[Node, bool] = {}  # whether it gave a sign of life between the last two looks
+        # A node that has just begun does not know whether the others were just cut off.
+        self._looked = -math.inf
         self._held_since = 0.0
         self._judges_from = 0.0
 
@@ -115,51 +115,41 @@ class NodeWatch:
         Raises:
             Exception: whatever the store raised; what was seen before is forgotten then.
         """
-        try:
-            stillness = self._look(record)
-            stillness |= {node: self._observer.stillness(node) for node in outside if node not in stillness}
-        except Exception:
-            self._known, self._doubted = set(), set()
-            raise
-        self._observer.forget_all_but(stillness)
-        now = self._store.now()
-        self._note_absence(now)
-        if now < self._judges_from and now - self._held_since < _LONGEST_HELD:
-            return []
-        return [node for node, seconds in stillness.items() if seconds >= self._timeout]
+        before, self._lived = self._lived, {}
+        lived, still = dict[Node, bool](), dict[Node, float]()
 
-    def _look(self, record: RendezvousRecord) -> dict[Node, float]:
-        """The nodes to look at, and for how long each has stood still."""
-        others = ring(record, self._node)
-        near = nearest(record, others)
-        watching = _watching(record)
-        still: dict[Node, float] = {}
-
-        def lives(node: Node) -> bool:
+        def look(node: Node) -> bool:
             still[node] = self._observer.stillness(node)
-            return still[node] == 0.0 and node in self._known
+            lived[node] = still[node] == 0.0 and node in before
+            return lived[node]
 
-        living = set(filter(lives, near))
+        others, watching = ring(record, self._node), _watching(record)
+        near = nearest(record, others)
+        for node in near:
+            look(node)
         first = next((node for node in near if node.name in watching), None)
         # That takes two looks in a row: of the time between two, no more than half of the timeout counts. One
         # look says nothing: two nodes' intervals drift past each other.
         if first is not None and still[first] > self._timeout / 2:
             for node in others[len(near) :]:
-                if lives(node):
-                    living.add(node)
-                    if node.name in watching:
-                        break  # it watches those behind it
+                if look(node) and node.name in watching:
+                    break  # it watches those behind it
         # Their places in the record may have changed. What was seen of them stays.
-        living |= set(filter(lives, [node for node in others if node in self._doubted and node not in still]))
-        self._known = set(still)
-        self._doubted = self._known - living
-        return still
+        doubted = [node for node in others if not before.get(node, True)]
+        for node in [*doubted, *outside]:
+            if node not in still:
+                look(node)
+        self._lived = lived
+        self._observer.forget_all_but(still)
+        now = self._store.now()
+        self._note_absence(now)
+        if now < self._judges_from and now - self._held_since < _LONGEST_HELD:
+            return []
+        return [node for node, seconds in still.items() if seconds >= self._timeout]
 
     def _note_absence(self, now: float) -> None:
         """Notes for how long it could not look."""
-        before, self._looked = self._looked, now
-        # A node that has just begun does not know whether the others were just cut off.
-        away = math.inf if before is None else now - before - self._interval
+        away, self._looked = now - self._looked - self._interval, now
         if away > self._interval / 2:
             if now >= self._judges_from:
                 self._held_since = now
@@ -290,10 +280,13 @@ class NodeHeart(_Keeper):
             return True
         outside = self._quarantined(record)
         silent = self._watch.silent(record, outside)
-        for node in [node for node in silent if node in outside]:
-            log.warning("no heartbeat from node %s for %g s: kept out, now forgotten", node, self._timeout)
-            self._quarantine.remove(node)
-            silent.remove(node)
+        for node in silent:
+            if node in outside:
+                log.warning(
+                    "no heartbeat from node %s for %g s: kept out, now forgotten", node, self._timeout
+                )
+                self._quarantine.remove(node)
+        silent = [node for node in silent if node not in outside]
         if silent and may_evict(record, self._executor.node, silent):
             names = ", node ".join(map(str, silent))
             log.warning(
@@ -342,7 +335,6 @@ class Presence:
         self._board = register.board
         self._job = settings.run_id
         self._quarantine = Quarantine(self.store)
-        self._is_in_quarantine = False
         with contextlib.ExitStack() as opened:
             of_heart, of_watcher = new_register(), new_register()
             for its in (of_heart, of_watcher):
@@ -361,8 +353,6 @@ class Presence:
         for incarnation in range(max(0, self.node.incarnation - 2), self.node.incarnation):
             before = dataclasses.replace(self.node, incarnation=incarnation)
             self.store.delete_key(alive_key(before.name))
-        if self.node.incarnation:
-            self._quarantine.remove(self.node)
 
     def quarantine(self, reason: str) -> None:
         """Gives up the node's place, if it has one, and puts the node in quarantine: no one waits for it.
@@ -375,14 +365,11 @@ class Presence:
         """
         with store_errors():
             self.executor.exit()
-            self._is_in_quarantine = True
             self._quarantine.add(self.node, reason)
 
     def release(self) -> None:
-        """Ends the node's quarantine, if it is in one."""
-        if self._is_in_quarantine:
-            self._quarantine.remove(self.node)
-            self._is_in_quarantine = False
+        """Ends the node's quarantine, or that of an earlier agent of its id, if there is one."""
+        self._quarantine.remove(self.node)
 
     def wait_in_quarantine(self, seconds: float) -> None:
         """Waits for a while, and notices the end of the job.

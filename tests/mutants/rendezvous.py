@@ -34,15 +34,15 @@ RENDEZVOUS: list[Mutant] = [
     _of(
         "presence",
         "takes-the-first-look-for-a-sign-of-life",
-        "still[node] == 0.0 and node in self._known",
+        "still[node] == 0.0 and node in before",
         "still[node] == 0.0",
         "one look says nothing: all behind a silent node are looked at at once, not one a look",
     ),
     _of(
         "presence",
         "forgets-what-it-saw-when-places-change",
-        "self._doubted = self._known - living",
-        "self._doubted = set()",
+        "if not before.get(node, True)]",
+        "if False]",
         "spares in the places of lost nodes do not begin the observation again",
     ),
     _of(
