@@ -45,11 +45,9 @@ def normalize(record: RendezvousRecord) -> RendezvousRecord:
         return record
     if record.policy is RoundPolicy.RANK:
         return _seat_all(record)
-    if record.complete and record.participants:
-        return _call_spares(record)
-    if record.complete:
+    if record.complete and not record.participants:
         record = _begin_round(record)
-    record = _fill(record)
+    record = _call_spares(record)
     return complete_round(record) if len(record.participants) >= record.max_nodes else record
 
 
@@ -59,11 +57,10 @@ def complete_round(record: RendezvousRecord) -> RendezvousRecord:
     A node of the last round keeps its group rank. If that lies beyond the new size, and for new nodes, it is
     the lowest gap: in the order of node ids if all are numbers, else in the order of arrival.
     """
-    if not record.can_complete or record.policy is RoundPolicy.RANK:
+    if record.complete or record.closed or len(record.seats) < record.min_nodes:
         return record
-    seats = [seat for seat in record.seats if seat.occupant is not None]
     placed, slot = [], 0
-    for rank, seat in enumerate(_in_order(seats)):
+    for rank, seat in enumerate(_in_order(record.seats)):
         placed.append(replace(seat, group_rank=rank, base_slot=slot))
         slot += seat.nproc
     done = replace(record, complete=True, seats=tuple(placed), formation_size=slot, next_slot=slot)
@@ -85,7 +82,7 @@ def remove_nodes(
 
     lost = tuple(seat for seat in record.seats if goes(seat.occupant))
     if record.complete:
-        seats = tuple(_emptied(seat) if goes(seat.occupant) else seat for seat in record.seats)
+        seats = tuple(replace(seat, occupant=None) if goes(seat.occupant) else seat for seat in record.seats)
     else:
         seats = tuple(seat for seat in record.seats if not goes(seat.occupant))
     hosts = record.policy is RoundPolicy.RANK and any(record.hosts_workers(seat) for seat in lost)
@@ -154,19 +151,21 @@ def _admit(record: RendezvousRecord, admission: Admission) -> RendezvousRecord:
     if before is not None and before.incarnation > node.incarnation:
         return record  # a superseded agent, which does not know it yet
     record = replace(record, restarts=record.restarts + _is_restart(record, admission, before))
+    return _let_in(record, admission, before)
+
+
+def _let_in(record: RendezvousRecord, admission: Admission, before: Node | None) -> RendezvousRecord:
     if record.policy is RoundPolicy.RANK:
         return _admit_to_seat(record, admission, before)
     if record.complete:
         return _admit_to_next_round(record, admission, before)
-    return _admit_to_round(record, node, before)
+    return _admit_to_round(record, admission.node, before)
 
 
 def _is_restart(record: RendezvousRecord, admission: Admission, before: Node | None) -> bool:
     """Whether the admission begins a restart with the same nodes, rather than a change of membership."""
-    if not record.complete:
-        return False
-    if record.policy is RoundPolicy.RANK:
-        return False  # the others go on
+    if not record.complete or record.policy is RoundPolicy.RANK:
+        return False  # under policy rank the others go on
     if before is None:
         return any(seat.occupant is None and seat.last == admission.node.id for seat in record.seats)
     if record.seat_of(before) is None:
@@ -198,7 +197,7 @@ def _admit_to_next_round(
             return _replace_node(record, before, node)
         if before == node and admission.leaves != record.round:
             return record  # an admission of long ago
-        seats = tuple(_emptied(other) if other is seat else other for other in record.seats)
+        seats = tuple(replace(one, occupant=None) if one is seat else one for one in record.seats)
         record, rank = replace(record, seats=seats), seat.group_rank
     elif record.is_full:
         return replace(record, spares=(*record.spares, node))
@@ -220,10 +219,7 @@ def _admit_to_seat(record: RendezvousRecord, admission: Admission, before: Node 
             return _replace_node(record, before, node)
         # It comes back with another number of ranks, or without the workers' store.
         record, _ = remove_nodes(record, [before])
-        if record.policy is RoundPolicy.GROUP and record.complete:
-            return _admit_to_next_round(record, admission, None)
-        if record.policy is RoundPolicy.GROUP:
-            return _admit_to_round(record, node, None)
+        return _let_in(record, admission, None)
     seated = _take_seat(record, node)
     return replace(record, spares=(*record.spares, node)) if seated is None else seated
 
@@ -232,12 +228,11 @@ def _take_seat(record: RendezvousRecord, node: Node) -> RendezvousRecord | None:
     """Under policy ``rank``: its old seat, else an empty one that fits, else a new one; None without room."""
     if len(record.participants) >= record.max_nodes:
         return None
-    fitting = [number for number, seat in enumerate(record.seats) if seat.fits(node)]
+    fitting = [seat for seat in record.seats if seat.fits(node)]
     if fitting:
-        old = [number for number in fitting if record.seats[number].last == node.id]
-        place = (old or fitting)[0]
-        seat = replace(record.seats[place], occupant=node, last=node.id)
-        return replace(record, seats=(*record.seats[:place], seat, *record.seats[place + 1 :]))
+        best = next((seat for seat in fitting if seat.last == node.id), fitting[0])
+        taken = replace(best, occupant=node, last=node.id)
+        return replace(record, seats=tuple(taken if seat is best else seat for seat in record.seats))
     seat = Seat(len(record.seats), record.next_slot, node.nproc, node.role, node, node.id)
     return replace(record, seats=(*record.seats, seat), next_slot=record.next_slot + node.nproc)
 
@@ -248,14 +243,14 @@ def _replace_node(record: RendezvousRecord, before: Node, node: Node) -> Rendezv
     def other(old: Node) -> Node:
         return node if before.is_same(old) else old
 
-    def other_seat(seat: Seat) -> Seat:
-        if not before.is_same(seat.occupant):
-            return seat
-        return replace(seat, occupant=node, nproc=node.nproc, role=node.role)
-
     return replace(
         record,
-        seats=tuple(map(other_seat, record.seats)),
+        seats=tuple(
+            replace(seat, occupant=node, nproc=node.nproc, role=node.role)
+            if before.is_same(seat.occupant)
+            else seat
+            for seat in record.seats
+        ),
         waiting=tuple(replace(w, node=other(w.node)) for w in record.waiting),
         spares=tuple(map(other, record.spares)),
     )
@@ -271,19 +266,14 @@ def _begin_round(record: RendezvousRecord) -> RendezvousRecord:
     return replace(begun, drains=())
 
 
-def _fill(record: RendezvousRecord) -> RendezvousRecord:
-    """While a round forms: spares take part as long as there is room."""
-    room = max(0, record.max_nodes - len(record.participants))
-    come, stay = record.spares[:room], record.spares[room:]
-    seats = (*record.seats, *(_new_seat(Waiting(node)) for node in come))
-    return replace(record, seats=seats, spares=stay)
-
-
 def _call_spares(record: RendezvousRecord) -> RendezvousRecord:
-    """While a round is complete, under policy ``group``: spares wait for the next one if it has room."""
+    """As long as there is room, spares take part, or wait for the next round while one is complete."""
     room = max(0, record.max_nodes - len(record.participants) - len(record.waiting))
-    come, stay = record.spares[:room], record.spares[room:]
-    return replace(record, waiting=(*record.waiting, *map(Waiting, come)), spares=stay)
+    come = tuple(map(Waiting, record.spares[:room]))
+    record = replace(record, spares=record.spares[room:])
+    if record.complete:
+        return replace(record, waiting=record.waiting + come)
+    return replace(record, seats=(*record.seats, *map(_new_seat, come)))
 
 
 def _seat_all(record: RendezvousRecord) -> RendezvousRecord:
@@ -311,10 +301,6 @@ def _next_log(record: RendezvousRecord) -> RendezvousRecord:
 def _new_seat(waiting: Waiting) -> Seat:
     node = waiting.node
     return Seat(waiting.group_rank, 0, node.nproc, node.role, node, node.id)
-
-
-def _emptied(seat: Seat) -> Seat:
-    return replace(seat, occupant=None)
 
 
 def _in_order(seats: Sequence[Seat]) -> list[Seat]:

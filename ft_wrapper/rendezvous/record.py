@@ -15,7 +15,7 @@ from typing import Any
 FORMAT = 2
 
 
-class RoundPolicy(enum.Enum):
+class RoundPolicy(enum.StrEnum):
     """What a change of membership does.
 
     Attributes:
@@ -237,11 +237,6 @@ class RendezvousRecord:
         """Whether one node more would be too many, counting those that wait."""
         return len(self.participants) + len(self.waiting) >= self.max_nodes
 
-    @property
-    def can_complete(self) -> bool:
-        """Whether there are enough nodes for the round."""
-        return not self.complete and not self.closed and len(self.participants) >= self.min_nodes
-
     def to_text(self) -> str:
         """The record as JSON."""
         return _to_json({"format": FORMAT, **vars(self)})
@@ -261,8 +256,9 @@ class RendezvousRecord:
             fields["seats"] = tuple(_seat(*seat) for seat in fields["seats"])
             fields["waiting"] = tuple(Waiting(Node(*node), rank) for node, rank in fields["waiting"])
             fields["spares"] = tuple(Node(*node) for node in fields["spares"])
-            drains = fields.get("drains", ())
-            fields["drains"] = tuple(Drain(node, tuple(slots), *more) for node, slots, *more in drains)
+            fields["drains"] = tuple(
+                Drain(node, tuple(slots), *more) for node, slots, *more in fields["drains"]
+            )
             return cls(**fields)
 
 
@@ -273,11 +269,10 @@ def digest(options: dict[str, str]) -> str:
 
 def differences(theirs: dict[str, str], ours: dict[str, str]) -> list[str]:
     """What two nodes do not agree on, for people: ``name is … here, but … there``."""
-    names = sorted(theirs.keys() | ours.keys())
+    names = [name for name in sorted(theirs | ours) if theirs.get(name) != ours.get(name)]
     return [
         f"{name} is {ours.get(name, 'not set')} here, but {theirs.get(name, 'not set')} there"
         for name in names
-        if theirs.get(name) != ours.get(name)
     ]
 
 
@@ -286,11 +281,7 @@ def differences(theirs: dict[str, str], ours: dict[str, str]) -> list[str]:
 
 def _to_json(value: object) -> str:
     """Dataclasses inside become lists of their fields: at a thousand nodes names would double the text."""
-    return json.dumps(value, default=_plain, separators=(",", ":"))
-
-
-def _plain(value: Any) -> Any:
-    return value.value if isinstance(value, enum.Enum) else list(vars(value).values())
+    return json.dumps(value, default=lambda one: list(vars(one).values()), separators=(",", ":"))
 
 
 def _seat(group_rank: int | None, slot: int, nproc: int, role: str, node: Any, last: str) -> Seat:

@@ -188,8 +188,8 @@ RENDEZVOUS: list[Mutant] = [
     _of(
         "record",
         "one-too-many",
-        ">= self.max_nodes\n\n    @property\n    def can_complete",
-        "> self.max_nodes\n\n    @property\n    def can_complete",
+        ">= self.max_nodes\n\n    def to_text",
+        "> self.max_nodes\n\n    def to_text",
         "more nodes than may be are spares",
     ),
     _of(
