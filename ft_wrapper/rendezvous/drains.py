@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 
+from .._text import plural
 from ..protocol import Agreement
 from ..protocol.operations import Operations
 from .moves import add_drain
@@ -40,41 +41,35 @@ def find(record: RendezvousRecord, target: str, within: float, why: str = "") ->
     raise ValueError(f"there is no node or slot {target!r}; {_there_are(record)}")
 
 
-def drain_refusal(record: RendezvousRecord, asked: Drain, slots: Collection[int], min_world_size: int) -> str:
-    """Why ranks must not be drained: too few would be left. Empty if they may be.
+def request(
+    record: RendezvousRecord, asked: Drain, slots: Collection[int], min_world_size: int
+) -> RendezvousRecord:
+    """The record with a drain in it.
 
     Args:
         record: of the nodes.
         asked: the ranks.
         slots: those of all ranks that live; empty if no wrapped job has formed.
         min_world_size: so many ranks the job needs.
-    """
-    if record.closed:
-        return "the job is over"
-    drains = (*record.drains, asked)
-    if record.policy is RoundPolicy.GROUP or not slots:
-        if asked.slots:
-            return "no wrapped job has formed yet: only whole nodes can be drained"
-        left = len(record.participants) - len({drain.node for drain in drains})
-        return "" if left >= record.min_nodes else _too_few(left, "node", record.min_nodes, "--nnodes")
-    left = len(set(slots) - {slot for drain in drains for slot in drained_slots(record, drain)})
-    leaving = [drain.node for drain in drains if not drain.slots]
-    come = sum(node.nproc for node in _replacements(record, leaving))
-    least = max(1, min_world_size)
-    return "" if left + come >= least else _too_few(left + come, "rank", least, "min_world_size")
-
-
-def request(
-    record: RendezvousRecord, asked: Drain, slots: Collection[int], min_world_size: int
-) -> RendezvousRecord:
-    """The record with a drain in it; for the arguments see `drain_refusal`.
 
     Raises:
         TooFew: too few would be left, or the job is over.
     """
-    why = drain_refusal(record, asked, slots, min_world_size)
-    if why:
-        raise TooFew(why)
+    if record.closed:
+        raise TooFew("the job is over")
+    drains = (*record.drains, asked)
+    if record.policy is RoundPolicy.GROUP or not slots:
+        if asked.slots:
+            raise TooFew("no wrapped job has formed yet: only whole nodes can be drained")
+        what, least, name = "node", record.min_nodes, "--nnodes"
+        left = len(record.participants) - len({drain.node for drain in drains})
+    else:
+        what, least, name = "rank", max(1, min_world_size), "min_world_size"
+        left = len(set(slots) - {slot for drain in drains for slot in drained_slots(record, drain)})
+        leaving = [drain.node for drain in drains if not drain.slots]
+        left += sum(node.nproc for node in _replacements(record, leaving))
+    if left < least:
+        raise TooFew(f"{left} {plural(left, what)} would be left, fewer than {name}={least}")
     return add_drain(record, asked)
 
 
@@ -116,10 +111,6 @@ def _replacements(record: RendezvousRecord, leaving: Collection[str]) -> list[No
         fits = [node for node in record.spares if (node.nproc, node.role) == like and node not in found]
         found += fits[:1]
     return found
-
-
-def _too_few(left: int, what: str, least: int, name: str) -> str:
-    return f"{left} {what}{'' if left == 1 else 's'} would be left, fewer than {name}={least}"
 
 
 def _there_are(record: RendezvousRecord) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 import pytest
@@ -20,6 +21,15 @@ def formed(*names: str, nproc: int = 2, high: int | None = None) -> RendezvousRe
 
 def drain(node_name: str, *slots: int) -> Drain:
     return Drain(node_name, slots, 30.0, "why")
+
+
+def refusal(record: RendezvousRecord, asked: Drain, slots: Collection[int], least: int) -> str:
+    """Why a drain is refused; empty if it is not."""
+    try:
+        drains.request(record, asked, slots, least)
+    except drains.TooFew as error:
+        return str(error)
+    return ""
 
 
 def test_a_record_with_drains_is_read_as_it_was_written() -> None:
@@ -80,32 +90,32 @@ def test_a_lost_nodes_slots_are_not_found() -> None:
     ],
 )
 def test_too_few_that_would_be_left(asked: Drain, living: range, least: int, why: str) -> None:
-    assert drains.drain_refusal(formed("a", "b"), asked, living, least) == why
+    assert refusal(formed("a", "b"), asked, living, least) == why
 
 
 def test_two_drains_count_together() -> None:
     state = drains.request(formed("a", "b", "c"), drain("b:0"), range(6), 3)
-    assert drains.drain_refusal(state, drain("c:0", 4), range(6), 3) == ""
+    assert refusal(state, drain("c:0", 4), range(6), 3) == ""
     with pytest.raises(ValueError, match="2 ranks would be left"):
         drains.request(state, drain("c:0"), range(6), 3)
 
 
 def test_a_spare_node_that_fits_counts() -> None:
     state = formed("a", "b", "c", high=2)
-    assert drains.drain_refusal(state, drain("b:0"), range(4), 4) == ""
-    assert drains.drain_refusal(state, drain("b:0", 2), range(4), 4), "the node stays, and so does its seat"
+    assert refusal(state, drain("b:0"), range(4), 4) == ""
+    assert refusal(state, drain("b:0", 2), range(4), 4), "the node stays, and so does its seat"
     two = drains.request(state, drain("b:0"), range(4), 2)
-    assert drains.drain_refusal(two, drain("a:0"), range(4), 4), "one spare node takes one seat"
+    assert refusal(two, drain("a:0"), range(4), 4), "one spare node takes one seat"
     other = replace(state, spares=(node("c", nproc=3),))
-    assert drains.drain_refusal(other, drain("b:0"), range(4), 4)
+    assert refusal(other, drain("b:0"), range(4), 4)
 
 
 def test_before_a_job_has_formed_nodes_count() -> None:
     state = begun(node("a"), node("b"), low=1)
-    assert drains.drain_refusal(state, drain("b:0"), (), 0) == ""
+    assert refusal(state, drain("b:0"), (), 0) == ""
     state = begun(node("a"), node("b"), low=2)
-    assert drains.drain_refusal(state, drain("b:0"), (), 0) == "1 node would be left, fewer than --nnodes=2"
+    assert refusal(state, drain("b:0"), (), 0) == "1 node would be left, fewer than --nnodes=2"
 
 
 def test_nothing_is_drained_once_the_job_is_over() -> None:
-    assert drains.drain_refusal(close(formed("a", "b")), drain("b:0"), range(4), 1) == "the job is over"
+    assert refusal(close(formed("a", "b")), drain("b:0"), range(4), 1) == "the job is over"
