@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
@@ -20,7 +20,7 @@ from .keys import agents_prefix, goodbye_key, incarnations_key
 from .presence import Presence
 from .quarantine import Quarantine
 from .record import Drain, Node, RendezvousRecord, RoundPolicy
-from .register import Board, OnChange, OnEvicted, OnLost, RecordRegister, store_errors
+from .register import Board, Change, OnChange, OnEvicted, OnLost, RecordRegister, store_errors
 from .settings import (
     ETCD_NAMES,
     Identity,
@@ -272,7 +272,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
         return self._change(moves.adopt_rank_policy).policy is RoundPolicy.RANK
 
     def drain(self, asked: Drain, slots: Collection[int], min_world_size: int) -> None:
-        """Asks that ranks leave the job; for the arguments see `drains.drain_refusal`.
+        """Asks that ranks leave the job; for the arguments see `drains.request`.
 
         Raises:
             drains.TooFew: too few would be left.
@@ -338,9 +338,9 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
                 self._side = self._connect()
             yield self._side
 
-    def _change(self, change: Callable[[RendezvousRecord], RendezvousRecord]) -> RendezvousRecord:
+    def _change(self, change: Change) -> RendezvousRecord:
         with self._side_register() as register:
-            return register.change(change)
+            return register.change(change, self.settings.close_timeout)
 
     def _info(self, presence: Presence, record: RendezvousRecord) -> elastic.RendezvousInfo | None:
         """What the agent needs to know of the round; None if the round is lost before it has begun."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from torch.distributed import DistError
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousStateError
+from torch.distributed.elastic import rendezvous as elastic
 
 from ..exception import StoreError
 from ..protocol.operations import Append, Move, Operations, Wake, Write, read, read_log
@@ -22,6 +22,7 @@ from .record import Admission, RendezvousRecord, Seat
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+Change = Callable[[RendezvousRecord], RendezvousRecord]
 OnEvicted = Callable[[tuple[Seat, ...]], None]
 OnChange = Callable[[RendezvousRecord], None]
 OnLost = Callable[[Exception], None]
@@ -36,7 +37,7 @@ def store_errors() -> Iterator[None]:
     try:
         yield
     except (StoreError, DistError) as error:
-        raise RendezvousConnectionError(f"the rendezvous store cannot be used: {error}") from error
+        raise elastic.RendezvousConnectionError(f"the rendezvous store cannot be used: {error}") from error
 
 
 class RecordRegister:
@@ -65,10 +66,17 @@ class RecordRegister:
         """The newest record that this process knows; read only if it knows none."""
         return self.board.record or self.read()
 
-    def change(self, change: Callable[[RendezvousRecord], RendezvousRecord]) -> RendezvousRecord:
-        """Changes the record: again with each newer one, until it is written or the change does nothing."""
+    def change(self, change: Change, timeout: float = 30.0) -> RendezvousRecord:
+        """Changes the record: again with each newer one, until it is written or the change does nothing.
+
+        Raises:
+            RendezvousTimeoutError: other nodes were faster again and again, for that many seconds.
+        """
         record, won = self.latest(), False
+        deadline = self.store.now() + timeout
         while not won and (after := change(record)) != record:
+            if self.store.now() > deadline:
+                raise elastic.RendezvousTimeoutError(f"others changed the record first for {timeout:g} s")
             record, won = self.replace(record, after)
         return record
 
@@ -101,7 +109,7 @@ class RecordRegister:
                 self.store.delete_key(count_key(record.epoch - 2))
             return self.board.learn(record), True
         if held == expected:
-            raise RendezvousStateError(
+            raise elastic.RendezvousStateError(
                 f"store key {RECORD_KEY!r} is gone: the store has lost what the nodes agreed on"
             )
         return self._learn(held), False
@@ -138,13 +146,13 @@ class RecordRegister:
         try:
             return [Admission.from_text(line) for line in read_log(self.store, key)]
         except ValueError as error:
-            raise RendezvousStateError(f"store key {key!r}: {error}") from error
+            raise elastic.RendezvousStateError(f"store key {key!r}: {error}") from error
 
     def _learn(self, text: str) -> RendezvousRecord:
         try:
             return self.board.learn(RendezvousRecord.from_text(text) if text else self._initial)
         except ValueError as error:
-            raise RendezvousStateError(f"store key {RECORD_KEY!r}: {error}") from error
+            raise elastic.RendezvousStateError(f"store key {RECORD_KEY!r}: {error}") from error
 
 
 class Board:
@@ -199,7 +207,9 @@ class Board:
     def check(self) -> None:
         """Raises RendezvousConnectionError if the store is lost."""
         if self._lost is not None:
-            raise RendezvousConnectionError(f"the rendezvous store is lost: {self._lost}") from self._lost
+            raise elastic.RendezvousConnectionError(
+                f"the rendezvous store is lost: {self._lost}"
+            ) from self._lost
 
     def wait(self, version: int, seconds: float | None = None) -> RendezvousRecord | None:
         """Waits for a record newer than this version; None if none came in time.

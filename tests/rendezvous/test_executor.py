@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
 from ft_wrapper.exception import StoreError
 from ft_wrapper.rendezvous.executor import Executor, _missing
-from ft_wrapper.rendezvous.moves import fold
+from ft_wrapper.rendezvous.moves import close, fold
 from ft_wrapper.rendezvous.operations import Context
 from ft_wrapper.rendezvous.record import Admission, Node, RendezvousRecord, Waiting, digest
 from ft_wrapper.rendezvous.register import Board, RecordRegister
@@ -59,6 +60,24 @@ def test_a_node_that_was_a_spare_once_is_none_for_ever() -> None:
     made.was_spare = True
     made.exit()
     assert not made.was_spare
+
+
+def test_a_change_that_loses_to_others_again_and_again_comes_to_an_end() -> None:
+    store, tries = FakeStore(), list[int]()
+    made, other = (RecordRegister(store.clone(), RendezvousRecord(2, 3)) for _ in range(2))
+
+    def too_late(record: RendezvousRecord) -> RendezvousRecord:
+        assert len(tries) < 100, "it is tried for ever"
+        tries.append(record.version)
+        store.clock.advance(1.0)
+        other.touch()
+        return close(record)
+
+    with pytest.raises(RendezvousTimeoutError, match=f"first for {TIMEOUT:g} s"):
+        made.change(too_late, TIMEOUT)
+    assert tries == list(range(len(tries)))
+    assert not made.read().closed
+    assert made.change(close, TIMEOUT).closed
 
 
 def test_missing_nodes_are_named_where_ids_are_numbers() -> None:
