@@ -47,6 +47,7 @@ class Executor:
         self.store = register.store
         self.register = register
         self._settings = settings
+        self._run_id = settings.run_id
         self._options = settings.options()
         self._beat_lasts = beat_lasts(settings.keep_alive_timeout, settings.keep_alive_interval)
         self.was_spare = False
@@ -79,24 +80,19 @@ class Executor:
         """Sends a heartbeat."""
         self.store.execute([Beat(alive_key(self.node.name), self._beat_lasts)])
 
-    def evict(self, silent: Collection[Node]) -> tuple[Seat, ...]:
-        """Takes silent nodes out, if this one may (`moves.may_evict`); returns the seats that they lost."""
+    def evict(self, silent: Collection[Node]) -> None:
+        """Takes silent nodes out, if this one may (`moves.may_evict`)."""
         lost: tuple[Seat, ...] = ()
 
         def without(record: RendezvousRecord) -> RendezvousRecord:
             nonlocal lost
-            lost = ()
-            if not moves.may_evict(record, self.node, silent):
-                return record
-            after, lost = moves.remove_nodes(
-                record, [node for node in silent if record.place_of(node) is not None]
-            )
+            may = moves.may_evict(record, self.node, silent)
+            after, lost = moves.remove_nodes(record, silent) if may else (record, ())
             return after
 
         self.register.change(without)
         if lost:
             self.register.board.on_evicted(lost)
-        return lost
 
     def sweep(self) -> None:
         """Does what a node that died may have left undone.
@@ -114,8 +110,7 @@ class Executor:
 
     def check(self, record: RendezvousRecord) -> None:
         """Raises RendezvousError if this node does not belong to this record."""
-        differing = differences(record.options, self._options)
-        if differing:
+        if differing := differences(record.options, self._options):
             raise elastic.RendezvousError(
                 f"node {self.node} was started with other options than the job at this endpoint: "
                 f"{'; '.join(differing)}; start all nodes with the same, or use another endpoint"
@@ -131,14 +126,9 @@ class Executor:
 
     def _run(self, operation: Operation, timeout: float, leaving: int | None = None) -> RendezvousRecord:
         began, record = self.store.now(), self.register.latest()
+        last_call, patience = self._settings.last_call_timeout, self._settings.patience
         context = Context(
-            self.node,
-            record,
-            began,
-            began + timeout,
-            leaving,
-            last_call=self._settings.last_call_timeout,
-            patience=self._settings.patience,
+            self.node, record, began, began + timeout, leaving, last_call=last_call, patience=patience
         )
         self.was_spare = False
         while True:
@@ -147,8 +137,7 @@ class Executor:
             context = self._next(context, record, timeout)
             if context.place is NodePlace.SPARE and not self.was_spare:
                 self.was_spare = True
-                run_id = self._settings.run_id
-                log.info("%s: node %s is a spare: there is no seat for it now", run_id, self.node)
+                log.info("%s: node %s is a spare: there is no seat for it now", self._run_id, self.node)
             action = operation(context)
             if action is Action.FINISH:
                 return record
@@ -159,7 +148,7 @@ class Executor:
             if action is Action.SYNC:
                 record = self._wait(context)
             else:
-                log.debug("%s: %s: %s", self._settings.run_id, self.node, action.value)
+                log.debug("%s: %s: %s", self._run_id, self.node, action.value)
                 record = self._act(action, context)
 
     def _next(self, before: Context, record: RendezvousRecord, timeout: float) -> Context:
@@ -219,7 +208,7 @@ class Executor:
 
     def _closed(self, record: RendezvousRecord, was_spare: bool) -> elastic.RendezvousError:
         why = f": {record.reason}" if record.reason else ""
-        text = f"the rendezvous {self._settings.run_id!r} is closed: the job is over{why}"
+        text = f"the rendezvous {self._run_id!r} is closed: the job is over{why}"
         if was_spare:
             return elastic.RendezvousGracefulExitError(f"{text}, and spare node {self.node} was not needed")
         return elastic.RendezvousClosedError(f"{text}; start another one with another --rdzv-id or endpoint")
@@ -229,16 +218,15 @@ class Executor:
             names = ", ".join(map(str, record.participants))
             return elastic.RendezvousTimeoutError(
                 f"node {self.node} waited {timeout:g} s for the end of round {record.round} of the "
-                f"rendezvous {self._settings.run_id!r}; still in it: {names}"
+                f"rendezvous {self._run_id!r}; still in it: {names}"
             )
         # This one has left already.
         came = [self.node, *(node for node in record.participants if node.id != self.node.id)]
         least = "at least " if record.min_nodes < record.max_nodes else ""
         return elastic.RendezvousTimeoutError(
             f"{len(came)} of {least}{record.min_nodes} nodes came to round {record.round} of the rendezvous "
-            f"{self._settings.run_id!r} within {timeout:g} s: {', '.join(map(str, came))}"
-            f"{_missing(record, came)}{self._quarantined()}; see whether the others run, and reach this "
-            "endpoint"
+            f"{self._run_id!r} within {timeout:g} s: {', '.join(map(str, came))}{_missing(record, came)}"
+            f"{self._quarantined()}; see whether the others run, and reach this endpoint"
         )
 
     def _quarantined(self) -> str:

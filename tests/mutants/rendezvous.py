@@ -167,8 +167,8 @@ RENDEZVOUS: list[Mutant] = [
     _of(
         "executor",
         "takes-nobody-out",
-        "if not moves.may_evict(record, self.node, silent)",
-        "if moves.may_evict(record, self.node, silent)",
+        "may = moves.may_evict(record, self.node, silent)",
+        "may = not moves.may_evict(record, self.node, silent)",
         "silent nodes are taken out",
     ),
     _of(

@@ -233,7 +233,7 @@ class ExploredNode:
     def suspect(self, other: Node) -> None:
         """Takes a node out that was silent for too long in its eyes, though it lives."""
         executor, _ = self._make(f"heart against {other.name} of")
-        self._spawn(f"heart against {other.name} of", lambda: executor.evict([other]) and None)
+        self._spawn(f"heart against {other.name} of", lambda: executor.evict([other]))
 
     def _interrupt(self, what: str, function: Callable[[], None]) -> None:
         interrupted = self.agent
