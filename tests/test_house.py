@@ -57,7 +57,7 @@ LINES = {
     "store": Budget(1670, 1894, CORE),
     "monitor": Budget(2210, 2457, CORE),
     "torch_groups": Budget(1185, 1288, CORE),
-    "rendezvous": Budget(1700, 1843, CORE),
+    "rendezvous": Budget(1700, 1816, CORE),
     "agent": Budget(3160, 4333, SHELL),
     # It gave 260 of 550 to what seals take beside their own room: protocol 50, store 110, live 90,
     # rendezvous 10.

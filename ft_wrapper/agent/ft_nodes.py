@@ -29,6 +29,7 @@ from ..rendezvous.handler import FtRendezvousHandler
 from ..rendezvous.keys import RECORD_KEY
 from ..rendezvous.operations import nodes_waiting
 from ..rendezvous.record import Drain, Node, RendezvousRecord, RoundPolicy, Seat
+from ..rendezvous.register import Board
 from ..rendezvous.settings import Identity, RendezvousSettings
 from ..store import StoreMixin, TCPStore, connect, secret
 from ..store.address import host_port
@@ -101,14 +102,8 @@ class FtNodes(Nodes):
             backend = self._make_backend()
             with contextlib.closing(backend.connect()) as store:
                 secret.announce(store, self.agent, RECORD_KEY)
-            self._handler = FtRendezvousHandler(
-                self._settings,
-                self._identity,
-                backend,
-                on_evicted=self._evicted,
-                on_change=self._look,
-                on_lost=self._lost,
-            )
+            board = Board(self._evicted, self._look, self._lost)
+            self._handler = FtRendezvousHandler(self._settings, self._identity, backend, board)
         handler = self._handler
         self._await_pass(handler)
         while True:

@@ -110,8 +110,8 @@ class TcpBackend(Backend):
         self._store: TCPStore | None = None
         self._server: TCPStoreServer | None = None
         is_named = self.host_name == socket.gethostname() or addresses.is_this_host(self.host_name)
-        host = is_named if is_host is None else is_host
-        if host:
+        may_host = is_named if is_host is None else is_host
+        if may_host:
             self._host(required=is_host is not None)
         if self.port == 0:
             raise ValueError(
@@ -119,8 +119,7 @@ class TcpBackend(Backend):
                 "node is not the host; name the host's port"
             )
         # Another process listens here already: if that is another node, it answers at once.
-        taken = host and self._server is None
-        seconds = min(read_timeout, _TAKEN) if taken else read_timeout
+        seconds = min(read_timeout, _TAKEN) if may_host and not self.is_host else read_timeout
         try:
             self._store = TCPStore(self.host_name, self.port, timeout=timedelta(seconds=seconds))
             self._store.patience, self._store.hears_signals = read_timeout, True

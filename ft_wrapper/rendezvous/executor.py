@@ -46,7 +46,7 @@ class Executor:
         self.node = node
         self.store = register.store
         self.register = register
-        self._settings = settings
+        self.settings = settings
         self._run_id = settings.run_id
         self._options = settings.options()
         self._beat_lasts = beat_lasts(settings.keep_alive_timeout, settings.keep_alive_interval)
@@ -70,11 +70,11 @@ class Executor:
             RendezvousTimeoutError: not enough nodes joined; with how many of how many, and which.
             RendezvousError: the options differ from those of the others, or another agent has this node's id.
         """
-        return self._run(operations.join, self._settings.join_timeout, leaving)
+        return self._run(operations.join, self.settings.join_timeout, leaving)
 
     def exit(self) -> RendezvousRecord:
         """Gives up the place that this node has or is about to get."""
-        return self._run(operations.exit_, self._settings.close_timeout)
+        return self._run(operations.exit_, self.settings.close_timeout)
 
     def keep_alive(self) -> None:
         """Sends a heartbeat."""
@@ -126,7 +126,7 @@ class Executor:
 
     def _run(self, operation: Operation, timeout: float, leaving: int | None = None) -> RendezvousRecord:
         began, record = self.store.now(), self.register.latest()
-        last_call, patience = self._settings.last_call_timeout, self._settings.patience
+        last_call, patience = self.settings.last_call_timeout, self.settings.patience
         context = Context(
             self.node, record, began, began + timeout, leaving, last_call=last_call, patience=patience
         )

@@ -15,12 +15,12 @@ from ..protocol.operations import Operations
 from ..store.bounded import in_background
 from . import drains, moves, operations
 from .backends import Backend, make_backend
-from .executor import await_predecessor
+from .executor import Executor, await_predecessor
 from .keys import agents_prefix, goodbye_key, incarnations_key
 from .presence import Presence
 from .quarantine import Quarantine
 from .record import Drain, Node, RendezvousRecord, RoundPolicy
-from .register import Board, Change, OnChange, OnEvicted, OnLost, RecordRegister, store_errors
+from .register import Board, Change, RecordRegister, store_errors
 from .settings import (
     ETCD_NAMES,
     Identity,
@@ -48,12 +48,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
         settings: timeouts and options.
         identity: this node.
         backend: where the record is kept; the handler closes it.
-        on_evicted: notified of the seats that this node has taken from silent nodes, right after it has. No
-            other node is, and under the policy ``rank`` this is evidence of the death of all the silent
-            node's ranks. Called in the thread that sends the heartbeat.
-        on_change: notified of each new record. Called in the thread that waits for them.
-        on_lost: notified, once, that the store is lost: no later change will be seen. Called in the thread
-            that noticed.
+        board: where the newest record will be, with the agent's callbacks.
 
     Attributes:
         node: this node; None before `begin`, or the first `next_rendezvous`.
@@ -61,18 +56,12 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
     """
 
     def __init__(
-        self,
-        settings: RendezvousSettings,
-        identity: Identity,
-        backend: Backend,
-        on_evicted: OnEvicted | None = None,
-        on_change: OnChange | None = None,
-        on_lost: OnLost | None = None,
+        self, settings: RendezvousSettings, identity: Identity, backend: Backend, board: Board | None = None
     ) -> None:
         self.settings = settings
         self.identity = identity
         self._backend = backend
-        self._board = Board(on_evicted, on_change, on_lost)
+        self._board = board or Board()
         self._initial = RendezvousRecord(
             settings.min_nodes, settings.max_nodes, settings.options(), hosted=backend.hosts_workers
         )
@@ -224,7 +213,8 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
         if self._presence is None:
             register = self._connect()
             self.node = self._make_node(register)
-            self._presence = Presence(self.node, register, self._new_register, self.settings)
+            executor = Executor(self.node, register, self.settings)
+            self._presence = Presence(executor, self._new_register)
         return self._presence
 
     @property
@@ -310,13 +300,10 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
 
     def _make_node(self, register: RecordRegister) -> Node:
         identity = self.identity
-        node_id, incarnation = identity.node_id, 0
-        if node_id is None:
-            node_id = new_node_id()
-        else:
-            if identity.is_index:
-                await_predecessor(register, node_id, self.settings)
-            incarnation = register.store.add(incarnations_key(node_id), 1) - 1
+        node_id = identity.node_id or new_node_id()
+        if identity.is_index:
+            await_predecessor(register, node_id, self.settings)
+        incarnation = register.store.add(incarnations_key(node_id), 1) - 1
         address = identity.address or self._backend.local_address()
         return Node(node_id, incarnation, address, identity.nproc, identity.role)
 

@@ -18,7 +18,6 @@ from .moves import may_evict
 from .quarantine import Quarantine
 from .record import Node, NodePlace, RendezvousRecord, RoundPolicy
 from .register import RecordRegister, store_errors
-from .settings import RendezvousSettings
 
 log = logging.getLogger(__name__)
 
@@ -236,14 +235,13 @@ class NodeHeart(_Keeper):
 
     Args:
         executor: the node's operations, on a client of its own, which this thread closes.
-        settings: how often, and for how long a node may be silent.
     """
 
-    def __init__(self, executor: Executor, settings: RendezvousSettings) -> None:
+    def __init__(self, executor: Executor) -> None:
         super().__init__(f"heart-{executor.node.id}", executor.register)
         self._executor = executor
-        self._interval = settings.keep_alive_interval
-        self._timeout = settings.keep_alive_timeout
+        self._interval = executor.settings.keep_alive_interval
+        self._timeout = executor.settings.keep_alive_timeout
         self._quarantine = Quarantine(executor.store)
         self._watch = NodeWatch(executor.store, executor.node, self._timeout, self._interval)
         self._beats = 0
@@ -308,38 +306,29 @@ class NodeHeart(_Keeper):
 
 
 class Presence:
-    """A node that takes part: its place in the record and the two threads that keep it. All or nothing.
+    """A node that takes part: its place in the record and the two threads that keep it.
 
     Args:
-        node: the node.
-        register: the record, through a client for the agent's own thread.
-        new_register: the same through another client; each thread closes its own.
-        settings: of the rendezvous.
+        executor: the node's operations, on a client for the agent's own thread.
+        new_register: the record through another client; each thread closes its own.
 
     Raises:
         RendezvousError: the options differ from the others', or another agent has this node's id.
     """
 
-    def __init__(
-        self,
-        node: Node,
-        register: RecordRegister,
-        new_register: Callable[[], RecordRegister],
-        settings: RendezvousSettings,
-    ) -> None:
-        self.node = node
-        self.store = register.store
-        self.executor = Executor(node, register, settings)
-        self.executor.check(register.read())
+    def __init__(self, executor: Executor, new_register: Callable[[], RecordRegister]) -> None:
+        node = self.node = executor.node
+        self.store = executor.store
+        self.executor = executor
+        executor.check(executor.register.read())
         note_process(self.store, node)
-        self._board = register.board
-        self._job = settings.run_id
+        self._board = executor.register.board
         self._quarantine = Quarantine(self.store)
         with contextlib.ExitStack() as opened:
             of_heart, of_watcher = new_register(), new_register()
             for its in (of_heart, of_watcher):
                 opened.callback(its.store.close)
-            self.heart = NodeHeart(Executor(node, of_heart, settings), settings)
+            self.heart = NodeHeart(Executor(node, of_heart, executor.settings))
             self.watcher = Watcher(node, of_watcher)
             self.watcher.start()
             self.heart.start()
@@ -384,9 +373,9 @@ class Presence:
             if left <= 0:
                 return
             self._board.wait(self._board.known().version, left)
-        why = self._board.known().reason
+        job, why = self.executor.settings.run_id, self._board.known().reason
         raise RendezvousGracefulExitError(
-            f"the rendezvous {self._job!r} is closed: the job is over{why and f': {why}'}; "
+            f"the rendezvous {job!r} is closed: the job is over{why and f': {why}'}; "
             f"node {self.node} was kept out to its end"
         )
 

@@ -23,9 +23,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Change = Callable[[RendezvousRecord], RendezvousRecord]
-OnEvicted = Callable[[tuple[Seat, ...]], None]
-OnChange = Callable[[RendezvousRecord], None]
-OnLost = Callable[[Exception], None]
 
 #: So many keys that wake waiters stay. A wait for an older one lasts until its timeout: the key is gone.
 KEPT_VERSIONS = 32
@@ -161,9 +158,12 @@ class Board:
     A thread that waits here, unlike one that waits in a TCPStore, is interrupted by signals.
 
     Args:
-        on_evicted: notified of the seats that this node has taken from silent nodes.
-        on_change: notified of each record.
-        on_lost: notified, once, that the store is lost.
+        on_evicted: notified of the seats that this node has taken from silent nodes, right after it has. No
+            other node is, and under the policy ``rank`` this is evidence of the death of all the silent
+            node's ranks. Called in the thread that sends the heartbeat.
+        on_change: notified of each new record. Called in the thread that waits for them.
+        on_lost: notified, once, that the store is lost: no later change will be seen. Called in the thread
+            that noticed.
 
     Attributes:
         record: the newest record; None if none is known yet.
@@ -171,9 +171,9 @@ class Board:
 
     def __init__(
         self,
-        on_evicted: OnEvicted | None = None,
-        on_change: OnChange | None = None,
-        on_lost: OnLost | None = None,
+        on_evicted: Callable[[tuple[Seat, ...]], None] | None = None,
+        on_change: Callable[[RendezvousRecord], None] | None = None,
+        on_lost: Callable[[Exception], None] | None = None,
     ) -> None:
         self.on_evicted = _guarded("on_evicted", on_evicted)
         self.on_change = _guarded("on_change", on_change)

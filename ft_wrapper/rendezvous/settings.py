@@ -14,14 +14,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from .._text import without_secrets
 from ..settings import as_int, as_seconds
-from ..store.address import (
-    DEFAULT_PREFIX,
-    DEFAULT_TTL,
-    EtcdAddress,
-    etcd_login,
-    etcd_tls_files,
-    parse_endpoints,
-)
+from ..store import address as addresses
 
 N = TypeVar("N", int, float)
 
@@ -189,26 +182,26 @@ def unknown_options(backend: str, names: Iterable[str]) -> dict[str, str]:
     return hints
 
 
-def etcd_address(parameters: RendezvousParameters) -> EtcdAddress:
+def etcd_address(parameters: RendezvousParameters) -> addresses.EtcdAddress:
     """Where a job's keys are in etcd: under its own name. Errors as of `read_parameters`."""
     config = _given(parameters)
     members = [member.strip() for member in parameters.endpoint.split(",") if member.strip()]
     if not members:
         raise ValueError("--rdzv-endpoint is empty; name etcd's members: HOST:PORT,HOST:PORT")
     endpoints = [member if re.search(r":\d+$", member) else f"{member}:{ETCD_PORT}" for member in members]
-    prefix = str(config.get("etcd_prefix", DEFAULT_PREFIX)).strip("/")
+    prefix = str(config.get("etcd_prefix", addresses.DEFAULT_PREFIX)).strip("/")
     if not prefix:
         raise ValueError("--rdzv-conf etcd_prefix is empty; leave it out, or name what all keys begin with")
-    files = etcd_tls_files()
+    files = addresses.etcd_tls_files()
     for option, name in (("cacert", "ca"), ("cert", "cert"), ("key", "key")):
         if option in config:
             files[name] = str(config[option])
-    etcd_login()  # an error comes before anything is done
-    parse_endpoints(endpoints, tls="ca" in files or "cert" in files)  # the same
-    ttl = _number(int, "ttl", config.get("ttl", DEFAULT_TTL))
+    addresses.etcd_login()  # an error comes before anything is done
+    addresses.parse_endpoints(endpoints, tls="ca" in files or "cert" in files)  # the same
+    ttl = _number(int, "ttl", config.get("ttl", addresses.DEFAULT_TTL))
     if ttl < 10:
         raise ValueError(f"--rdzv-conf ttl={ttl}: must be at least 10 seconds")
-    return EtcdAddress(",".join(endpoints), f"{prefix}/{parameters.run_id}", ttl=ttl, **files)
+    return addresses.EtcdAddress(",".join(endpoints), f"{prefix}/{parameters.run_id}", ttl=ttl, **files)
 
 
 def parameters_from_url(url: str) -> RendezvousParameters:

@@ -193,7 +193,7 @@ class SimulatedNode:
     def _beat(self) -> None:
         executor, store = self._make("heart")
         scheduler = self.world.scheduler
-        heart = NodeHeart(executor, self.world.settings)
+        heart = NodeHeart(executor)
         execute = store.execute
 
         def note_beat(steps: Sequence[Step]) -> list[str | None]:

@@ -41,6 +41,7 @@ from ft_wrapper.rendezvous.handler import (
 from ft_wrapper.rendezvous.keys import RECORD_KEY, alive_key, endpoint_key, goodbye_key, process_key
 from ft_wrapper.rendezvous.presence import NodeHeart
 from ft_wrapper.rendezvous.record import RendezvousRecord, RoundPolicy, Seat
+from ft_wrapper.rendezvous.register import Board
 from ft_wrapper.rendezvous.settings import Identity, RendezvousSettings, parameters_from_url
 from ft_wrapper.store import TCPStore, TCPStoreServer
 from ft_wrapper.store.address import EtcdAddress
@@ -67,7 +68,7 @@ class Nodes:
         hooks = {name: settings.pop(name) for name in ("on_evicted", "on_change") if name in settings}
         settings = {"join_timeout": TIMEOUT, "last_call_timeout": 0.2, **settings}
         handler = FtRendezvousHandler(
-            RendezvousSettings("job", low, high, **settings), identity, self.make_backend(), **hooks
+            RendezvousSettings("job", low, high, **settings), identity, self.make_backend(), Board(**hooks)
         )
         self._made.append(handler)
         return handler
@@ -130,7 +131,7 @@ def thaw(handler: FtRendezvousHandler) -> None:
     """Has a frozen node send heartbeats again."""
     presence, settings = handler._presence, handler.settings
     assert presence is not None
-    presence.heart = NodeHeart(Executor(presence.node, handler._new_register(), settings), settings)
+    presence.heart = NodeHeart(Executor(presence.node, handler._new_register(), settings))
     presence.heart.start()
 
 
@@ -183,7 +184,7 @@ def test_a_host_that_may_not_join_stays_until_the_others_know_why() -> None:
         if state.closed:
             ended.wait(0.3)  # until the host has gone too early, if it does
 
-    first = FtRendezvousHandler(settings, Identity("0"), MemoryBackend(store), on_change=hold)
+    first = FtRendezvousHandler(settings, Identity("0"), MemoryBackend(store), Board(on_change=hold))
     host = FtRendezvousHandler(others, Identity("1"), MemoryBackend(store, is_host=True))
     with concurrent.futures.ThreadPoolExecutor() as pool:
         waiting = pool.submit(first.next_rendezvous)

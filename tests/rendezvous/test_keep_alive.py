@@ -193,7 +193,7 @@ def heart_of(node: Node, store: FakeStore, state: RendezvousRecord) -> NodeHeart
     """A node's heart, whose beats the test asks for."""
     register = RecordRegister(store, state)
     register.board.learn(state)
-    return NodeHeart(Executor(node, register, SETTINGS), SETTINGS)
+    return NodeHeart(Executor(node, register, SETTINGS))
 
 
 def test_a_node_that_joins_again_is_not_taken_out_for_its_silence_before() -> None:

@@ -21,6 +21,7 @@ from ft_wrapper.rendezvous.handler import FtRendezvousHandler
 from ft_wrapper.rendezvous.keys import QUARANTINE_KEY
 from ft_wrapper.rendezvous.quarantine import Quarantine
 from ft_wrapper.rendezvous.record import Node
+from ft_wrapper.rendezvous.register import Board
 from ft_wrapper.rendezvous.settings import Identity, RendezvousSettings
 from ft_wrapper.store.address import EtcdAddress
 from ft_wrapper.testing import EtcdServer, FakeStore
@@ -174,7 +175,7 @@ def test_the_host_stays_until_those_outside_know_of_the_end() -> None:
         ended.wait(TIMEOUT)
 
     host = FtRendezvousHandler(settings, Identity("0"), MemoryBackend(store, is_host=True))
-    bad = FtRendezvousHandler(settings, Identity("1"), MemoryBackend(store), on_change=hold)
+    bad = FtRendezvousHandler(settings, Identity("1"), MemoryBackend(store), Board(on_change=hold))
     bad.begin().quarantine("no disk")
     with concurrent.futures.ThreadPoolExecutor() as pool:
         try:
