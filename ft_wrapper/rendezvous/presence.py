@@ -298,10 +298,7 @@ class NodeHeart(_Keeper):
         node = self._executor.node
         if record.nodes and not node.is_same(record.nodes[0]):
             return []
-        try:
-            others = [one.node for one in self._quarantine.nodes() if not node.is_same(one.node)]
-        except StoreError:  # no reason to lose this node; the next look comes
-            return []
+        others = (one.node for one in self._quarantine.nodes() if not node.is_same(one.node))
         return [other for other in others if record.place_of(other) is None]
 
 
@@ -325,9 +322,10 @@ class Presence:
         self._board = executor.register.board
         self._quarantine = Quarantine(self.store)
         with contextlib.ExitStack() as opened:
-            of_heart, of_watcher = new_register(), new_register()
-            for its in (of_heart, of_watcher):
-                opened.callback(its.store.close)
+            of_heart = new_register()
+            opened.callback(of_heart.store.close)
+            of_watcher = new_register()
+            opened.callback(of_watcher.store.close)
             self.heart = NodeHeart(Executor(node, of_heart, executor.settings))
             self.watcher = Watcher(node, of_watcher)
             self.watcher.start()

@@ -252,10 +252,3 @@ def test_only_the_first_node_looks_after_those_that_are_kept_out() -> None:
         reads.clear()
         heart._beat()
         assert sum(QUARANTINE_KEY in one for one in reads) == count
-
-
-def test_a_list_that_cannot_be_read_ends_no_heart() -> None:
-    store = FakeStore()
-    heart = heart_of(NODES[0], store, record(RoundPolicy.GROUP, 2, 0))
-    store.set(QUARANTINE_KEY, "no JSON")
-    assert not heart._beat()
