@@ -22,8 +22,7 @@ from ..protocol.operations import Operations, read
 from ..protocol.records import FAULT
 from ..rendezvous.backends import RENDEZVOUS, workers_namespace
 from ..rendezvous.keys import RECORD_KEY, endpoint_key, version_key
-from ..rendezvous.quarantine import Quarantine, QuarantinedNode
-from ..rendezvous.record import Node, NodePlace, RendezvousRecord
+from ..rendezvous.record import Node, NodePlace, QuarantinedNode, RendezvousRecord
 from ..report import table
 from ..restart.report import host_and_pid, in_words
 from ..store import StoreMixin, connect
@@ -277,9 +276,9 @@ def watch(
         store.hear(keys.wake_end(n) if status.state == RUNNING else keys.wake_head(n + 1), longest)
 
 
-def _nodes(record: RendezvousRecord, quarantine: Sequence[QuarantinedNode] = ()) -> tuple[NodeStatus, ...]:
+def _nodes(record: RendezvousRecord) -> tuple[NodeStatus, ...]:
     found = []
-    outside = {one.node.id: _outside(one) for one in quarantine if _is_outside(record, one.node)}
+    outside = {one.node.id: _outside(one) for one in record.quarantine if _is_outside(record, one.node)}
     for seat in record.seats:
         rank = seat.group_rank if record.complete else None
         slots = (seat.base_slot, seat.base_slot + seat.nproc - 1) if record.complete else None
@@ -378,12 +377,11 @@ def _follow(endpoint: str, longest: float, opened: contextlib.ExitStack) -> Iter
     status: Status | None = None
     watched: int | None = None  # the last round whose ranks' store was read to its end
     while True:
-        record, outside = read_record(store), Quarantine(store).nodes()
-        if record is None and not outside:
+        record = read_record(store)
+        if record is None:
             # No nodes met there: the ranks agree at the endpoint itself, as they do under any other launcher.
             yield from watch(store if meeting == endpoint else open_store(endpoint, opened), longest)
             return
-        record = record or RendezvousRecord(1, 1)
         if record.closed and record.round == watched:
             return
         if address := ranks_store(endpoint, store, record):
@@ -400,7 +398,7 @@ def _follow(endpoint: str, longest: float, opened: contextlib.ExitStack) -> Iter
             if status is not None and status.state == COMPLETED:
                 return
         else:
-            yield (status := Status(NOT_FORMED, None, None, 0, None, (), None, _nodes(record, outside)))
+            yield (status := Status(NOT_FORMED, None, None, 0, None, (), None, _nodes(record)))
         if record.closed:
             return
         store.hear(version_key(record.version + 1), longest)
@@ -409,7 +407,7 @@ def _follow(endpoint: str, longest: float, opened: contextlib.ExitStack) -> Iter
 def _nodes_in(store: StoreMixin, number: int) -> NodesSeen | None:
     """The nodes, as long as they are in this round, and whether the job has ended; None after that."""
     record = read_record(store) or RendezvousRecord(1, 1)
-    return (_nodes(record, Quarantine(store).nodes()), record.closed) if record.round == number else None
+    return (_nodes(record), record.closed) if record.round == number else None
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 What agents use: `handler`, configured by `settings`, on one of the `backends`. Below: `record` (what the
 nodes agree on), `moves` and `operations` (all decisions, pure), `executor` and `register` (carry them out on
-a store), `presence` (heartbeats and watching). Beside: `workers` (their store), `drains`, `quarantine`.
+a store), `presence` (heartbeats and watching). Beside: `workers` (their store), `drains`.
 
 Stock ``torchrun --rdzv-backend=ft`` finds `get_handler` by the entry point group ``torchrun.handlers``. It
 loads this while torch's own rendezvous is half imported, so nothing of that is imported here.

@@ -1,6 +1,5 @@
 """Carries out operations: asks for the next action, does it, writes the record back, waits for others."""
 
-import contextlib
 import dataclasses
 import itertools
 import logging
@@ -8,16 +7,13 @@ import os
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from torch.distributed import DistError
 from torch.distributed.elastic import rendezvous as elastic
 
-from ..exception import StoreError
 from ..protocol.operations import Beat, Operations, beats, read, write_text
 from ..protocol.silence import CounterObserver, beat_lasts
 from . import moves, operations
 from .keys import alive_key, process_key
 from .operations import Action, Announced, Context
-from .quarantine import Quarantine
 from .record import Admission, Node, NodePlace, RendezvousRecord, Seat, differences, digest
 from .register import RecordRegister
 from .settings import RendezvousSettings
@@ -223,18 +219,12 @@ class Executor:
         # This one has left already.
         came = [self.node, *(node for node in record.participants if node.id != self.node.id)]
         least = "at least " if record.min_nodes < record.max_nodes else ""
+        out = ", ".join(f"node {one.node} ({one.reason})" for one in record.quarantine)
         return elastic.RendezvousTimeoutError(
             f"{len(came)} of {least}{record.min_nodes} nodes came to round {record.round} of the rendezvous "
             f"{self._run_id!r} within {timeout:g} s: {', '.join(map(str, came))}{_missing(record, came)}"
-            f"{self._quarantined()}; see whether the others run, and reach this endpoint"
+            f"{out and f'; kept out: {out}'}; see whether the others run, and reach this endpoint"
         )
-
-    def _quarantined(self) -> str:
-        """Names the nodes in quarantine, with the reasons."""
-        with contextlib.suppress(StoreError, DistError):
-            found = [f"node {one.node} ({one.reason})" for one in Quarantine(self.store).nodes()]
-            return f"; kept out: {', '.join(found)}" if found else ""
-        return ""
 
 
 # Before a node has its id --------------------------------------------------------------------------------

@@ -11,14 +11,12 @@ from torch.distributed import DistError, DistStoreError
 from torch.distributed.elastic import rendezvous as elastic
 
 from ..exception import StoreError
-from ..protocol.operations import Operations
 from ..store.bounded import in_background
 from . import drains, moves, operations
 from .backends import Backend, make_backend
 from .executor import Executor, await_predecessor
 from .keys import agents_prefix, goodbye_key, incarnations_key
 from .presence import Presence
-from .quarantine import Quarantine
 from .record import Drain, Node, RendezvousRecord, RoundPolicy
 from .register import Board, Change, RecordRegister, store_errors
 from .settings import (
@@ -347,7 +345,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
 
     def _await_goodbyes(self) -> None:
         with self._side_register() as register:
-            others = self._others(register.latest(), register.store)
+            others = self._others(register.latest())
             try:
                 register.store.wait(list(map(goodbye_key, others)), timedelta(seconds=_GOODBYE))
             except DistStoreError:
@@ -364,9 +362,9 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
                 if patience:
                     self._tidy_up(presence)
 
-    def _others(self, record: RendezvousRecord, store: Operations) -> list[str]:
+    def _others(self, record: RendezvousRecord) -> list[str]:
         """Names of all other nodes that use the store: those in the record and those in quarantine."""
-        names = {node.name for node in record.nodes} | {one.node.name for one in Quarantine(store).nodes()}
+        names = {node.name for node in record.nodes} | {one.node.name for one in record.quarantine}
         return sorted(names - {self.node.name} if self.node is not None else names)
 
     def _tidy_up(self, presence: Presence) -> None:
@@ -380,7 +378,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
         if any(seat.occupant is None for seat in record.seats):
             return
         try:
-            self._backend.leave(presence.node.name, self._others(record, presence.store))
+            self._backend.leave(presence.node.name, self._others(record))
         except (StoreError, DistError) as error:
             log.debug("%s: nothing was tidied up: %s", self.settings.run_id, error)
 

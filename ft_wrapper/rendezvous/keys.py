@@ -51,10 +51,6 @@ def agents_prefix(round_number: int) -> str:
     return f"{_ROOT}/agents/{round_number}"
 
 
-#: RecordRegister: the nodes that have not passed their check, each with the reason; see `quarantine`.
-QUARANTINE_KEY = f"{_ROOT}/quarantine"
-
-
 def goodbye_key(name: str) -> str:
     """Set once a node has seen that the rendezvous is closed, and no longer needs the store."""
     return f"{_ROOT}/goodbye/{name}"

@@ -15,7 +15,17 @@ form a new round.
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from .record import Admission, Drain, Node, NodePlace, RendezvousRecord, RoundPolicy, Seat, Waiting, digest
+from .record import (
+    Admission,
+    Drain,
+    Node,
+    QuarantinedNode,
+    RendezvousRecord,
+    RoundPolicy,
+    Seat,
+    Waiting,
+    digest,
+)
 
 #: With so many admissions of a log in the record the next log is begun.
 MOST_ADMISSIONS = 1000
@@ -104,10 +114,9 @@ def may_evict(record: RendezvousRecord, node: Node, silent: Iterable[Node]) -> b
     of a node, it must have a seat. Only if all nodes with seats are silent a spare may, or the job would wait
     for ever.
     """
-    place = record.place_of(node)
-    if record.closed or place is None:
+    if record.closed or record.place_of(node) is None:
         return False
-    if record.policy is RoundPolicy.GROUP or place is NodePlace.SEAT:
+    if record.policy is RoundPolicy.GROUP or record.seat_of(node) is not None:
         return True
     names = {other.name for other in silent}
     return all(other.name in names for other in record.participants)
@@ -128,6 +137,33 @@ def add_drain(record: RendezvousRecord, asked: Drain) -> RendezvousRecord:
     if not known or any(other.within <= asked.within for other in same):
         return record
     return replace(record, drains=(*(one for one in record.drains if one not in same), asked))
+
+
+def quarantine(record: RendezvousRecord, node: Node, reason: str, now: float) -> RendezvousRecord:
+    """Puts a node into quarantine, in place of any earlier agent of its id; or changes its reason.
+
+    Args:
+        record: the record, in which it has no place.
+        node: the node.
+        reason: why, for people.
+        now: seconds since the epoch.
+    """
+    if record.closed:
+        return record
+    since = next((one.since for one in record.quarantine if one.node.is_same(node)), now)
+    others = (one for one in record.quarantine if one.node.id != node.id)
+    nodes = sorted((*others, QuarantinedNode(node, reason, since)), key=lambda one: one.node.id)
+    return replace(record, quarantine=tuple(nodes))
+
+
+def release(record: RendezvousRecord, node: Node) -> RendezvousRecord:
+    """Ends the quarantine of a node, or of an earlier agent of its id; a later one stays."""
+    if record.closed:
+        return record
+    stay = (
+        one for one in record.quarantine if one.node.id != node.id or one.node.incarnation > node.incarnation
+    )
+    return replace(record, quarantine=tuple(stay))
 
 
 def adopt_rank_policy(record: RendezvousRecord) -> RendezvousRecord:

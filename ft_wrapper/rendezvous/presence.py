@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 import threading
@@ -10,12 +11,12 @@ from collections.abc import Callable, Iterable
 from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousGracefulExitError
 
+from .._text import IN_LINE, cut
 from ..exception import StoreError, StoreUnavailable
 from ..protocol.operations import Operations
+from . import moves
 from .executor import REFRESH, Executor, note_process, observer
 from .keys import RECORD_KEY, alive_key, goodbye_key
-from .moves import may_evict
-from .quarantine import Quarantine
 from .record import Node, NodePlace, RendezvousRecord, RoundPolicy
 from .register import RecordRegister, store_errors
 
@@ -242,7 +243,6 @@ class NodeHeart(_Keeper):
         self._executor = executor
         self._interval = executor.settings.keep_alive_interval
         self._timeout = executor.settings.keep_alive_timeout
-        self._quarantine = Quarantine(executor.store)
         self._watch = NodeWatch(executor.store, executor.node, self._timeout, self._interval)
         self._beats = 0
 
@@ -276,30 +276,21 @@ class NodeHeart(_Keeper):
         record = self._register.latest()
         if record.closed:
             return True
-        outside = self._quarantined(record)
+        node, outside = self._executor.node, list[Node]()
+        if not record.nodes or node.is_same(record.nodes[0]):
+            outside = [one.node for one in record.quarantine if not node.is_same(one.node)]
         silent = self._watch.silent(record, outside)
-        for node in silent:
-            if node in outside:
-                log.warning(
-                    "no heartbeat from node %s for %g s: kept out, now forgotten", node, self._timeout
-                )
-                self._quarantine.remove(node)
-        silent = [node for node in silent if node not in outside]
-        if silent and may_evict(record, self._executor.node, silent):
+        for other in set(outside).intersection(silent):
+            log.warning("no heartbeat from node %s for %g s: kept out, now forgotten", other, self._timeout)
+            self._register.change(functools.partial(moves.release, node=other))
+        silent = [other for other in silent if other not in outside]
+        if silent and moves.may_evict(record, node, silent):
             names = ", node ".join(map(str, silent))
             log.warning(
                 "no heartbeat from node %s for %g s: removed from the rendezvous", names, self._timeout
             )
             self._executor.evict(silent)
         return False
-
-    def _quarantined(self, record: RendezvousRecord) -> list[Node]:
-        """The nodes in quarantine, if this node watches them: the first in the record does."""
-        node = self._executor.node
-        if record.nodes and not node.is_same(record.nodes[0]):
-            return []
-        others = (one.node for one in self._quarantine.nodes() if not node.is_same(one.node))
-        return [other for other in others if record.place_of(other) is None]
 
 
 class Presence:
@@ -320,7 +311,6 @@ class Presence:
         executor.check(executor.register.read())
         note_process(self.store, node)
         self._board = executor.register.board
-        self._quarantine = Quarantine(self.store)
         with contextlib.ExitStack() as opened:
             of_heart = new_register()
             opened.callback(of_heart.store.close)
@@ -352,11 +342,12 @@ class Presence:
         """
         with store_errors():
             self.executor.exit()
-            self._quarantine.add(self.node, reason)
+            now, why = self.store.wall_clock(), cut(reason, IN_LINE)  # all nodes read the record
+            self.executor.register.change(lambda record: moves.quarantine(record, self.node, why, now))
 
     def release(self) -> None:
         """Ends the node's quarantine, or that of an earlier agent of its id, if there is one."""
-        self._quarantine.remove(self.node)
+        self.executor.register.change(lambda record: moves.release(record, self.node))
 
     def wait_in_quarantine(self, seconds: float) -> None:
         """Waits for a while, and notices the end of the job.

@@ -123,6 +123,21 @@ class Drain:
 
 
 @dataclasses.dataclass(frozen=True)
+class QuarantinedNode:
+    """A node that has not passed its check.
+
+    Args:
+        node: the node, which has no place.
+        reason: why, for people.
+        since: when its check first failed, in seconds since the epoch, by its own clock.
+    """
+
+    node: Node
+    reason: str
+    since: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Admission:
     """A line of the log: a node asks to be let in.
 
@@ -178,6 +193,7 @@ class RendezvousRecord:
         writer: unique to each write, so that a node recognizes its own.
         hosted: whether the node of group rank 0 hosts the workers' store; else that outlives all nodes.
         drains: what was asked for in this round, of nodes that are there.
+        quarantine: nodes in quarantine, in the order of their ids. No one waits for them.
     """
 
     min_nodes: int
@@ -201,6 +217,7 @@ class RendezvousRecord:
     writer: str = ""
     hosted: bool = True
     drains: tuple[Drain, ...] = ()
+    quarantine: tuple[QuarantinedNode, ...] = ()
 
     @property
     def participants(self) -> tuple[Node, ...]:
@@ -259,6 +276,8 @@ class RendezvousRecord:
             fields["drains"] = tuple(
                 Drain(node, tuple(slots), *more) for node, slots, *more in fields["drains"]
             )
+            quarantine = fields["quarantine"]
+            fields["quarantine"] = tuple(QuarantinedNode(Node(*node), *more) for node, *more in quarantine)
             return cls(**fields)
 
 

@@ -146,8 +146,8 @@ RENDEZVOUS: list[Mutant] = [
     _of(
         "register",
         "keeps-old-logs",
-        "record.epoch > max(1, before.record.epoch)",
-        "record.epoch > before.record.epoch + 1",
+        "record.epoch > max(1, before.epoch)",
+        "record.epoch > before.epoch + 1",
         "logs of old rounds do not pile up",
     ),
     _of(

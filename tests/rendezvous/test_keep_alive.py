@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import pytest
 from simulated_nodes import neighbours
 
 from ft_wrapper.rendezvous.executor import Executor
-from ft_wrapper.rendezvous.keys import QUARANTINE_KEY, alive_key
-from ft_wrapper.rendezvous.moves import may_evict
+from ft_wrapper.rendezvous.keys import alive_key
+from ft_wrapper.rendezvous.moves import may_evict, quarantine
 from ft_wrapper.rendezvous.presence import NodeHeart, NodeWatch
-from ft_wrapper.rendezvous.quarantine import Quarantine
 from ft_wrapper.rendezvous.record import Node, RendezvousRecord, RoundPolicy, Seat
 from ft_wrapper.rendezvous.register import RecordRegister
 from ft_wrapper.rendezvous.settings import RendezvousSettings
@@ -229,14 +229,14 @@ def test_one_that_dies_while_it_is_kept_out_is_forgotten(state: RendezvousRecord
     store = FakeStore()
     heart = heart_of(NODES[who], store.clone(), state)
     for node in NODES[3:]:
-        Quarantine(store).add(node, "no disk")
+        heart._register.change(functools.partial(quarantine, node=node, reason="no disk", now=0.0))
 
     def left_after(beats: int, *living: Node) -> list[str]:
         for _ in range(beats):
             beat(store, *state.nodes, *living)
             store.clock.advance(5.0)
             assert not heart._beat()
-        return [one.node.id for one in Quarantine(store).nodes()]
+        return [one.node.id for one in heart._register.read().quarantine]
 
     assert left_after(9, *NODES[3:]) == ["3", "4", "5"]
     assert left_after(2, *NODES[4:]) == ["3", "4", "5"]
@@ -245,10 +245,10 @@ def test_one_that_dies_while_it_is_kept_out_is_forgotten(state: RendezvousRecord
 
 def test_only_the_first_node_looks_after_those_that_are_kept_out() -> None:
     store, reads = FakeStore(), list[str]()
-    state = record(RoundPolicy.GROUP, 2, 0)
+    state = quarantine(record(RoundPolicy.GROUP, 2, 0), NODES[5], "no disk", 0.0)
     hearts = [heart_of(node, store.clone(), state) for node in NODES[:2]]
     store.on_operation(lambda client, operation, args: reads.append(str(args)))
     for heart, count in zip(hearts, (1, 0), strict=True):
         reads.clear()
         heart._beat()
-        assert sum(QUARANTINE_KEY in one for one in reads) == count
+        assert sum(alive_key(NODES[5].name) in one for one in reads) == count

@@ -15,13 +15,11 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from ft_wrapper.exception import StoreError
 from ft_wrapper.rendezvous.backends import EtcdBackend
 from ft_wrapper.rendezvous.handler import FtRendezvousHandler
-from ft_wrapper.rendezvous.keys import QUARANTINE_KEY
-from ft_wrapper.rendezvous.quarantine import Quarantine
-from ft_wrapper.rendezvous.record import Node
-from ft_wrapper.rendezvous.register import Board
+from ft_wrapper.rendezvous.moves import close, quarantine, release
+from ft_wrapper.rendezvous.record import Node, RendezvousRecord
+from ft_wrapper.rendezvous.register import Board, RecordRegister
 from ft_wrapper.rendezvous.settings import Identity, RendezvousSettings
 from ft_wrapper.store.address import EtcdAddress
 from ft_wrapper.testing import EtcdServer, FakeStore
@@ -32,7 +30,8 @@ def outside(nodes: Nodes) -> list[tuple[str, str]]:
     backend = nodes.make_backend()
     store = backend.connect()
     try:
-        return [(one.node.name, one.reason) for one in Quarantine(store).nodes()]
+        record = RecordRegister(store, RendezvousRecord(1, 1)).read()
+        return [(one.node.name, one.reason) for one in record.quarantine]
     finally:
         store.close()
         backend.close()
@@ -131,39 +130,19 @@ def test_those_who_came_say_who_was_kept_out(nodes: Nodes) -> None:
 
 
 def test_the_first_failure_is_what_counts() -> None:
-    store = FakeStore()
-    for reason in ("one", "two"):
-        Quarantine(store).add(Node("1"), reason)
-        Quarantine(store).add(Node("2", 3), reason)
-    first, second = Quarantine(store).nodes()
-    assert (first.node, first.reason, second.node.name) == (Node("1"), "two", "2:3")
-    since = first.since
-    Quarantine(store).add(Node("1"), "three")
-    assert Quarantine(store).nodes()[0].since == since
-    Quarantine(store).remove(Node("2", 2))  # an older agent, which does not know yet
-    Quarantine(store).remove(Node("1"))
-    assert [one.node.name for one in Quarantine(store).nodes()] == ["2:3"]
-
-
-def test_garbage_names_the_key() -> None:
-    store = FakeStore()
-    for text in ("no JSON", "[1]", '[["1", 0]]'):
-        store.set(QUARANTINE_KEY, text)
-        with pytest.raises(StoreError, match=QUARANTINE_KEY):
-            Quarantine(store).nodes()
-
-
-def test_many_write_at_once() -> None:
-    store = FakeStore(RealClock())
-
-    def note(number: int) -> None:
-        Quarantine(store.clone()).add(Node(str(number)), "no disk")
-        if number % 2:
-            Quarantine(store.clone()).remove(Node(str(number)))
-
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        list(pool.map(note, range(40)))
-    assert {one.node.id for one in Quarantine(store).nodes()} == {str(number) for number in range(0, 40, 2)}
+    record = RendezvousRecord(1, 2)
+    for now, reason in enumerate(("one", "two")):
+        record = quarantine(record, Node("2", 3), reason, float(now))
+        record = quarantine(record, Node("1"), reason, float(now))
+    first, second = record.quarantine
+    assert (first.node, first.reason, first.since) == (Node("1"), "two", 0.0)
+    assert second.node.name == "2:3"
+    record = release(record, Node("2", 2))  # an older agent, which does not know yet
+    record = release(record, Node("1"))
+    assert [one.node.name for one in record.quarantine] == ["2:3"]
+    assert RendezvousRecord.from_text(record.to_text()) == record
+    over = close(record)
+    assert quarantine(over, Node("1"), "one", 0.0) == release(over, Node("2", 3)) == over
 
 
 def test_the_host_stays_until_those_outside_know_of_the_end() -> None:
