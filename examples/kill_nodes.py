@@ -578,7 +578,7 @@ def left_in(etcd: EtcdServer | None) -> list[str]:
     if etcd is None:
         return []
     with contextlib.closing(etcd.get_client()) as client:
-        every = client.read(Span.prefix(DEFAULT_PREFIX.strip("/").encode()), keys_only=True)
+        every = client.read(Span.prefix(DEFAULT_PREFIX.strip("/").encode()))
         return [kv.key.decode(errors="replace") for kv in every]
 
 

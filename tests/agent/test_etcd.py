@@ -59,7 +59,7 @@ COUNTING = WRAPPED.replace(
 def left_in(etcd: EtcdServer) -> list[bytes]:
     """All keys."""
     with contextlib.closing(etcd.get_client()) as client:
-        return [kv.key for kv in client.read(Span.prefix(b"ft_wrapper"), keys_only=True)]
+        return [kv.key for kv in client.read(Span.prefix(b"ft_wrapper"))]
 
 
 def test_any_machine_may_be_lost(
@@ -319,7 +319,7 @@ def test_who_may_not_come_in(
     ("variable", "value", "words"),
     [
         ("ETCDCTL_USER", "root", "ETCDCTL_USER=root comes without a password"),
-        ("ETCDCTL_CACERT", "/nowhere/ca.pem", "ca='/nowhere/ca.pem' for etcd cannot be read"),
+        ("ETCDCTL_CACERT", "/nowhere/ca.pem", "ca='/nowhere/ca.pem', cert=None, key=None cannot be used"),
     ],
 )
 def test_what_is_wrong_before_etcd_is_asked(

@@ -161,7 +161,7 @@ def test_the_same_on_etcd(
     assert [agent.returncode for agent in agents] == [0, 0], "\n".join(said)
     assert sorted(record["name"] for record in records(tmp_path)) == ["0of2", "0of2", "1of2", "1of2"]
     with contextlib.closing(etcd.get_client()) as client:
-        assert client.read(Span.prefix(b"ft_wrapper/job/"), keys_only=True) == ()
+        assert client.read(Span.prefix(b"ft_wrapper/job/")) == ()
 
 
 @pytest.mark.nightly("late nodes join in tests/agent/test_nodes.py always")

@@ -72,4 +72,4 @@ def job_on(request: pytest.FixtureRequest, template: Template, folder: Path) -> 
 
 
 def _keys(client: EtcdClient, prefix: str) -> list[bytes]:
-    return [kv.key for kv in client.read(Span.prefix(f"{prefix}/".encode()), keys_only=True)]
+    return [kv.key for kv in client.read(Span.prefix(f"{prefix}/".encode()))]
