@@ -50,14 +50,14 @@ class Budget:
 
 LINES = {
     "top": Budget(990, 1380, CORE),
-    "cli": Budget(700, 825, SHELL),
+    "cli": Budget(700, 820, SHELL),
     "restart": Budget(1200, 1548, CORE),
     "rank_assignment": Budget(500, 504, CORE),
     "protocol": Budget(2170, 2428, CORE),
     "store": Budget(1670, 1894, CORE),
     "monitor": Budget(2210, 2457, CORE),
     "torch_groups": Budget(1185, 1288, CORE),
-    "rendezvous": Budget(1700, 1816, CORE),
+    "rendezvous": Budget(1700, 1776, CORE),
     "agent": Budget(3160, 4333, SHELL),
     # It gave 260 of 550 to what seals take beside their own room: protocol 50, store 110, live 90,
     # rendezvous 10.
