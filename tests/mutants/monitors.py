@@ -7,6 +7,7 @@ from .mutant import Mutant
 NEIGHBOURS = "protocol/neighbours.py"
 DEATH = "protocol/deaths.py"
 HOUSEKEEPER = "protocol/housekeeping.py"
+HEART = "monitor/heart.py"
 
 
 def _job(name: str, file: str, old: str, new: str, why: str) -> Mutant:
@@ -66,8 +67,8 @@ MUTANTS = [
     _job(
         "suspect-is-not-left-out",
         NEIGHBOURS,
-        "        while not self._agreement.iterations.advance(view, watcher, silent=silent):\n",
-        "        while not self._agreement.iterations.advance(view, watcher):\n",
+        "if not self._agreement.iterations.advance(view, watcher, silent=silent):",
+        "if not self._agreement.iterations.advance(view, watcher):",
         "who saw a silence goes on without the silent, once its rank has left",
     ),
     _job(
@@ -153,7 +154,7 @@ MUTANTS = [
     ),
     _job(
         "keeps-house-before-the-rank-is-known",
-        HOUSEKEEPER,
+        HEART,
         "if rank.rank == 0 and rank.view is not None:",
         "if not rank.rank and rank.view is not None:",
         "as long as the rank is not known it may be 0",
