@@ -77,7 +77,7 @@ CLASSES_TWICE = {
     SHELL: {"Entry", "FT", "Fault", "Job", "Policy"},
 }
 FUNCTIONS_TWICE = {
-    CORE: {"heartbeat", "in_words", "iteration_of", "read"},
+    CORE: {"heartbeat", "iteration_of", "read"},
     SHELL: {"check", "main", "make_report", "pack", "seed", "show"},
 }
 

@@ -7,9 +7,8 @@ import dataclasses
 import pytest
 
 from ft_wrapper.attribution import Interruption
-from ft_wrapper.protocol.records import Fault, Member
-from ft_wrapper.protocol.standing import Counted, Stood
-from ft_wrapper.restart.report import in_words, who_is_missing
+from ft_wrapper.protocol.records import CollectivePosition, Fault, GroupSequence, Member
+from ft_wrapper.restart.report import describe_faults, who_is_missing
 
 SIZES = {"0": 4, "1": 4, "5": 5, "34": 2, "01": 2, "23": 2, "02": 2, "13": 2}
 SLEEP = "at data.py:7 in read"
@@ -19,12 +18,16 @@ UNSEEN = "in wait, called at a.py:8 in train"
 
 def fault(rank: int, what: str, exact: bool, **numbers: int) -> Fault:
     """What a rank said: ``all_reduce 0`` is an operation and its group; anything else is a place."""
-    counts = tuple(Counted(name[1:], SIZES[name[1:]], number, exact) for name, number in numbers.items())
+    counts = tuple(
+        GroupSequence(name[1:], SIZES[name[1:]], number, exact) for name, number in numbers.items()
+    )
     operation, _, group = what.partition(" ")
-    stood = Stood(operation, group, counts) if group in SIZES else Stood(counts=counts)
-    words = f"in {stood}, called at a.py:5 in train" if stood.operation else what
+    position = (
+        CollectivePosition(operation, group, counts) if group in SIZES else CollectivePosition(counts=counts)
+    )
+    words = f"in {position}, called at a.py:5 in train" if position.operation else what
     kind, message = Interruption.SOFT_TIMEOUT, f"stood {words}"
-    return Fault(Member(rank, 0), rank, kind, message, "host7", 100 + rank, stood=stood)
+    return Fault(Member(rank, 0), rank, kind, message, "host7", 100 + rank, position=position)
 
 
 def all_others(what: str, **numbers: int) -> list[tuple[str, dict[str, int]]]:
@@ -147,7 +150,7 @@ def test_what_the_line_says() -> None:
         Fault(one.member, one.rank, one.interruption, "made no progress for soft_timeout=3 s")
         for one in (*faults, culprit)
     ]
-    assert in_words([*still, *faults, culprit]) == (
+    assert describe_faults([*still, *faults, culprit]) == (
         "rank 3 (slot 3) did not come to all_reduce #4711 of group 0, made no progress for soft_timeout=3 s "
         "and stood in broadcast #12 of group 1, called at a.py:5 in train; rank 0 (slot 0), rank 1 (slot 1), "
         "rank 2 (slot 2) made no progress for soft_timeout=3 s and stood in all_reduce #4711 of group 0, "
@@ -160,14 +163,14 @@ def test_the_missing_one_comes_first_wherever_the_others_stand() -> None:
     places = [
         dataclasses.replace(one, message=f"{one.message} at {number}") for number, one in enumerate(others)
     ]
-    text = in_words([*places, fault(3, "all_reduce 1", True, g0=4, g1=2)])
+    text = describe_faults([*places, fault(3, "all_reduce 1", True, g0=4, g1=2)])
     assert text.startswith(
         "rank 3 (slot 3 on host7 pid 103) did not come to all_reduce #5 of group 0, stood in "
     )
 
 
 def test_many_places_fit_in_the_line() -> None:
-    text = in_words([fault(rank, f"at data.py:{rank} in read", True, g0=1) for rank in range(100)])
+    text = describe_faults([fault(rank, f"at data.py:{rank} in read", True, g0=1) for rank in range(100)])
     assert text.count("data.py") == 4 and text.endswith("; 96 more elsewhere")
 
 
@@ -175,4 +178,4 @@ def test_where_one_stood_is_read_as_it_was_written() -> None:
     one = fault(3, "broadcast 1", True, g0=4710, g1=12)
     assert Fault.from_json(one.to_json(), "key") == one
     plain = Fault(Member(3, 0), 3, Interruption.SOFT_TIMEOUT, "stood still")
-    assert 'stood": [' not in plain.to_json() and Fault.from_json(plain.to_json(), "key") == plain
+    assert 'position": [' not in plain.to_json() and Fault.from_json(plain.to_json(), "key") == plain

@@ -16,7 +16,7 @@ from ft_wrapper._text import IN_LINE, IN_STORE, cut
 from ft_wrapper.attribution import Interruption
 from ft_wrapper.exception import HealthCheckError, JobAbort, RestartAbort, in_one_line
 from ft_wrapper.protocol.records import Fault, Member, MemberRecord
-from ft_wrapper.restart.report import in_words
+from ft_wrapper.restart.report import describe_faults
 from ft_wrapper.restart.same_faults import kind_and_place
 from ft_wrapper.store import TCPStore, TCPStoreServer
 
@@ -90,7 +90,7 @@ def test_what_is_written_of_a_member_fits_into_the_store(store: TCPStore, texts:
         store.set("record", written)
         read = type(record).from_json(store.get("record").decode(), "record")
         assert json.loads(read.to_json()) == json.loads(written)
-    assert len(in_words(faults).encode()) <= IN_LINE + 100  # how many others there are
+    assert len(describe_faults(faults).encode()) <= IN_LINE + 100  # how many others there are
 
 
 def test_the_store_takes_no_text_of_that_length_as_it_is(store: TCPStore) -> None:

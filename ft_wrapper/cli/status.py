@@ -24,7 +24,7 @@ from ..rendezvous.backends import RENDEZVOUS, workers_namespace
 from ..rendezvous.keys import RECORD_KEY, endpoint_key, version_key
 from ..rendezvous.record import Node, NodePlace, QuarantinedNode, RendezvousRecord
 from ..report import table
-from ..restart.report import host_and_pid, in_words
+from ..restart.report import describe_faults, host_and_pid
 from ..store import StoreMixin, connect
 from ..store.address import EtcdAddress, is_etcd
 from ..store.bounded import call_in_thread
@@ -239,7 +239,7 @@ def read_status(store: StoreMixin) -> Status:
         len(view.members),
         agreement.entering.active_in(n) or None,
         tuple(ranks),
-        in_words(faults) if faults else None,
+        describe_faults(faults) if faults else None,
     )
 
 

@@ -356,8 +356,8 @@ class Membership:
             self._leave_if_excluded(view.decision, len(alive), self.agreement.store.wall_clock())
         fault = history.fault_that_ends_job(view.decision, self.limits.max_same_faults)
         if view.call == self.call and fault is not None:
-            self._note_end(fault.in_words)
-            raise JobEnded(f"slot {self.slot} comes too late: the job was ended by {fault.in_words}")
+            self._note_end(fault.description)
+            raise JobEnded(f"slot {self.slot} comes too late: the job was ended by {fault.description}")
 
     def emit(self, event: str, **fields: object) -> None:
         """Notes what this member does in the present iteration; see `events`.

@@ -11,7 +11,6 @@ from ..attribution import Interruption, InterruptionRecord
 from ..exception import StoreError
 from . import keys
 from .codec import Record, typed
-from .standing import UNKNOWN, Stood
 
 FAULT = "fault"
 DONE = "done"
@@ -22,6 +21,8 @@ GAVE_UP = "gave_up"
 #: Begins the mark of a death by an exception that is counted.
 LEFT_BY = "left by "
 FOR_GOOD = "for good: "  # begins what is said of a fault that ends the job
+# They wait for one peer, not for all.
+_POINT_TO_POINT = {"send", "recv", "isend", "irecv", "send_object_list", "recv_object_list"}
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -106,6 +107,53 @@ class MemberRecord(Record):
 
 
 @dataclasses.dataclass(frozen=True)
+class GroupSequence:
+    """How far a rank was in a process group.
+
+    Args:
+        group: the group's name, the same on all of its ranks.
+        size: how many ranks it has.
+        number: how many operations the rank had begun.
+        is_exact: whether these are collectives only, so that ranks that have come equally far have the same
+            number. Gloo counts ``send`` and ``recv``, too.
+    """
+
+    group: str
+    size: int
+    number: int
+    is_exact: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class CollectivePosition:
+    """What a rank was doing with ``torch.distributed`` when it hung; nothing of it is known by default.
+
+    Args:
+        operation: the function that it was in; empty if in none.
+        group: the process group of that; empty if it is not known.
+        counts: its groups, the first eight of them.
+    """
+
+    operation: str = ""
+    group: str = ""
+    counts: tuple[GroupSequence, ...] = ()
+
+    @property
+    def in_collective(self) -> bool:
+        """Whether it waited for all ranks of a group."""
+        return bool(self.group) and self.operation not in _POINT_TO_POINT
+
+    def number_in(self, group: str) -> int | None:
+        """How many operations it had begun in a group; None if that is not known."""
+        return next((count.number for count in self.counts if count.group == group), None)
+
+    def __str__(self) -> str:
+        number = self.number_in(self.group)
+        which = "" if number is None else f" #{number}"
+        return f"{self.operation}{which} of group {self.group}" if self.group else self.operation
+
+
+@dataclasses.dataclass(frozen=True)
 class Fault(Record):
     """One member's fault, for people and for the log line of the restart.
 
@@ -117,7 +165,7 @@ class Fault(Record):
         host: where.
         pid: which process.
         at: when it was noticed, in seconds since the epoch; 0 if that is not known.
-        stood: where it stood, if it hung.
+        position: where it was in ``torch.distributed``, if it hung.
         counted: kind and place, if its member left the job by it and `max_same_faults` counts it.
     """
 
@@ -128,7 +176,7 @@ class Fault(Record):
     host: str = ""
     pid: int = 0
     at: float = 0.0
-    stood: Stood = UNKNOWN
+    position: CollectivePosition = CollectivePosition()
     counted: str = ""
 
     @property
@@ -157,7 +205,7 @@ class SameFault:
         return self.what.startswith(FOR_GOOD)
 
     @property
-    def in_words(self) -> str:
+    def description(self) -> str:
         """What it is, for people."""
         return self.what.removeprefix(FOR_GOOD)
 

@@ -29,8 +29,7 @@ from ..monitor.shared_memory import Phase
 from ..protocol import Agreement
 from ..protocol.entering import Endpoint
 from ..protocol.housekeeping import note_wanted
-from ..protocol.records import Decision, SameFault, View
-from ..protocol.standing import Stood
+from ..protocol.records import CollectivePosition, Decision, SameFault, View
 from ..rank_assignment import RankAssignmentCtx, activate_if_unsaid
 from ..state import Mode, State
 from ..store import PrefixStore, StorePlan
@@ -90,7 +89,8 @@ class Call(RestartedProcess):
         began_at = time.monotonic()
         self._current = FunctionRun()
         self._user_store: PrefixStore | None = None
-        self._place: tuple[str, Stood] | None = None  # where this rank stood, of what has ended by a hang
+        # Where this rank was in an iteration that has ended by a hang, in words too.
+        self._place: tuple[str, CollectivePosition] | None = None
         self.own = Resources(settings, plan, state, function_name, self._look, self._abort, self._tell)
         self.waiting = self.own.waiting
         self._reporter = Reporter(self.own, began_at)
@@ -222,7 +222,7 @@ class Call(RestartedProcess):
                 member.left_by = run.fault or ""
                 if run.is_last:
                     worst = SameFault(member.left_by, limit or 0, member.member)
-                    member.ended_job = same_faults.in_words(worst, limit)
+                    member.ended_job = same_faults.describe_same_fault(worst, limit)
                     log.error("the job ends: %s", member.ended_job)
             raise
         own.signals.hold()  # again, if a signal came just then
@@ -437,14 +437,14 @@ class Call(RestartedProcess):
         self._reporter.ended()  # first: the function's thread may wait for that
         warm_up.announce_cuda(self.own.client)  # the lost rank's next process may come soon
         if self._place is not None:
-            member, run, (words, stood) = self.own.member, self._current, self._place
+            member, run, (words, position) = self.own.member, self._current, self._place
             ends = Agreement(self.own.client).ends
             if returned := ends.finished_in(member.view.n):
                 after = f", when ranks {sorted(returned)} had returned"
                 words, run.hang, run.has_kept_others_waiting = words + after, run.hang + after, True
             if self.state.rank is None or self.state.rank < _WHEREABOUTS:
                 fault = member.fault(self.state.rank, Interruption.SOFT_TIMEOUT, f"stood {words}")
-                ends.log_fault(member.view.n, dataclasses.replace(fault, stood=stood))
+                ends.log_fault(member.view.n, dataclasses.replace(fault, position=position))
 
     def _abort(self) -> None:
         self.own.memory.leave_stamp = self.own.memory.leave_stamp or time.monotonic()

@@ -227,7 +227,7 @@ class RestartLoop:
         error, self._error = self._error, None
         last = fault_that_ends_job(member.view.decision, limit)
         if last is not None:
-            member.ended_job = same_faults.in_words(last, limit)
+            member.ended_job = same_faults.describe_same_fault(last, limit)
             if last.member != member.member:
                 raise JobEnded(f"another rank's error ended the job: {member.ended_job}")
             log.error("the job ends: %s", member.ended_job)
@@ -241,7 +241,7 @@ class RestartLoop:
         pause = min(same_faults.pause_before_entering(worst.count), self.limits.barrier_timeout / 4)
         if pause:
             if worst.member == member.member:
-                log.warning("%s; trying again in %g s", same_faults.in_words(worst, limit), pause)
+                log.warning("%s; trying again in %g s", same_faults.describe_same_fault(worst, limit), pause)
             with self.process.waiting:
                 self.process.pause(pause)
 

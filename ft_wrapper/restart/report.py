@@ -11,8 +11,7 @@ from .._text import IN_LINE, cut, duration, plural
 from ..attribution import Interruption, by_blame
 from ..protocol import Agreement
 from ..protocol.operations import Operations
-from ..protocol.records import Fault, Member, View
-from ..protocol.standing import Counted
+from ..protocol.records import Fault, GroupSequence, Member, View
 from ..state import State
 
 _SHOWN = 4  # faults and promotions named in a line; the others are counted
@@ -149,7 +148,7 @@ def make_report(
     is_fault = bool(faults) or not joined
     return RestartReport(
         iteration=state.iteration,
-        cause=in_words(faults) if is_fault else _joiners(joined),
+        cause=describe_faults(faults) if is_fault else _joiners(joined),
         interruption=by_blame(fault.record for fault in faults)[0].interruption if faults else None,
         lost_slots=tuple(member.slot for member in lost),
         joined_slots=joined,
@@ -213,7 +212,7 @@ def waiting_line(store: Operations, missing: Sequence[Member], hang: float, sile
     )
 
 
-def in_words(faults: Sequence[Fault]) -> str:
+def describe_faults(faults: Sequence[Fault]) -> str:
     """Says what ended an iteration: the likeliest cause, and how many faults came in its wake.
 
     Args:
@@ -283,7 +282,7 @@ def _joined(parts: Iterable[str], count: int) -> str:
 # stands elsewhere is named only if it has not begun that operation, or has begun a later one; and not if it
 # waits for yet another rank there.
 
-_Counts = Mapping[Member, Counted]
+_Counts = Mapping[Member, GroupSequence]
 _At = tuple[int, str]  # an operation's number, and its name; or a place in a library, which may be one, too
 
 
@@ -291,15 +290,15 @@ def who_is_missing(faults: Iterable[Fault]) -> dict[Member, str]:
     """Names the ranks that kept the others waiting.
 
     Args:
-        faults: of ranks that hung, with where each stood.
+        faults: of ranks that hung, with where each position.
 
     Returns:
         By member what it did, to be put behind its name; empty if that cannot be told.
     """
-    said = {fault.member: fault for fault in faults if fault.stood.counts}
-    groups: dict[str, dict[Member, Counted]] = defaultdict(dict)
+    said = {fault.member: fault for fault in faults if fault.position.counts}
+    groups: dict[str, dict[Member, GroupSequence]] = defaultdict(dict)
     for member, fault in said.items():
-        for count in fault.stood.counts:
+        for count in fault.position.counts:
             groups[count.group][member] = count
     # A silent rank may be the missing one.
     whole = {name: counts for name, counts in groups.items() if _is_whole(counts)}
@@ -337,22 +336,22 @@ def _odd_ones(
 
 def _at(group: str, number: int, fault: Fault) -> _At | None:
     """Where one stands, if it waits for others there."""
-    stood = fault.stood
-    if stood.in_collective and stood.group == group:
-        return number, stood.operation
+    position = fault.position
+    if position.in_collective and position.group == group:
+        return number, position.operation
     # In a backward pass, or waiting for what it has begun: that is not said.
-    is_in_library = not stood.operation and fault.message.startswith("stood in ")
+    is_in_library = not position.operation and fault.message.startswith("stood in ")
     return (number, fault.message) if is_in_library else None
 
 
-def _why(group: str, count: Counted, at: _At | None, most: _At, fault: Fault) -> str | None:
+def _why(group: str, count: GroupSequence, at: _At | None, most: _At, fault: Fault) -> str | None:
     """Why one is odd that is not where most are; None if it may be where they are in truth."""
     number, operation = most
     is_known = not operation.startswith("stood in ")
     what = f"{operation if is_known else 'collective'} #{number} of group {group}"
-    stood = fault.stood
-    is_there = stood.in_collective and stood.group == group
-    if is_there and stood.operation == operation and not count.is_exact:
+    position = fault.position
+    is_there = position.in_collective and position.group == group
+    if is_there and position.operation == operation and not count.is_exact:
         return None  # it may only have sent and received more, or less
     if count.number < number:
         return f"did not come to {what}"
@@ -373,12 +372,12 @@ def _waits(
     are_others: bool,
 ) -> bool:
     """Whether one that is odd may itself wait for a rank that is not where most are."""
-    stood = said[one].stood
-    if not stood.operation:
+    position = said[one].position
+    if not position.operation:
         return False
-    if not stood.in_collective:
-        return are_others or stood.group not in whole
-    counts = whole.get(stood.group)
+    if not position.in_collective:
+        return are_others or position.group not in whole
+    counts = whole.get(position.group)
     if counts is None:
         return True  # for one that has said nothing
     return any(count.number < counts[one].number for member, count in counts.items() if member not in settled)
@@ -388,16 +387,16 @@ def _waited_for(whole: Mapping[str, _Counts], said: Mapping[Member, Fault]) -> d
     """Those who stand in code of their own, where another has begun a collective: no majority is needed."""
     named: dict[Member, str] = {}
     for fault in said.values():
-        counts = whole.get(fault.stood.group, {}) if fault.stood.in_collective else {}
+        counts = whole.get(fault.position.group, {}) if fault.position.in_collective else {}
         for member, count in counts.items():
             begun = counts[fault.member].number
             is_behind = count.is_exact and count.number < begun
             if (
                 is_behind
                 and said[member].message.startswith("stood at ")
-                and not said[member].stood.operation
+                and not said[member].position.operation
             ):
-                named.setdefault(member, f"did not come to {fault.stood}")
+                named.setdefault(member, f"did not come to {fault.position}")
     return named
 
 

@@ -107,10 +107,10 @@ def pause_before_entering(count: int) -> float:
     return 0.0 if count < 2 else float(min(_FIRST_PAUSE * 2 ** (count - 2), _LONGEST_PAUSE))
 
 
-def in_words(fault: SameFault, limit: int | None) -> str:
+def describe_same_fault(fault: SameFault, limit: int | None) -> str:
     """Says that a fault comes again and again; ``limit`` is the argument ``max_same_faults``."""
     if fault.is_for_good:
-        return f"{fault.in_words} (slot {fault.member.slot})"
+        return f"{fault.description} (slot {fault.member.slot})"
     return (
         f"{fault.what} on slot {fault.member.slot}, {fault.count} times in a row without progress "
         f"(max_same_faults={limit})"

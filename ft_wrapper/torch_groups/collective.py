@@ -10,7 +10,7 @@ from types import FrameType
 from typing import Any
 
 from ..monitor.frames import SourceLocation, current_frames, describe_stack, locations
-from ..protocol.standing import Counted, Stood
+from ..protocol.records import CollectivePosition, GroupSequence
 from ..store.bounded import in_background
 from .abort import backends_of, c10d
 
@@ -19,7 +19,7 @@ _MOST_GROUPS = 8
 _LONGEST_NAME = 8  # torch names some groups by 40 digits
 
 
-def current_collective(thread: int) -> tuple[str, Stood] | None:
+def current_collective(thread: int) -> tuple[str, CollectivePosition] | None:
     """Says where a thread stands.
 
     It waits for nothing that hangs: not for a group's lock, nor for the thread.
@@ -39,13 +39,13 @@ def current_collective(thread: int) -> tuple[str, Stood] | None:
     # As a list at once: the thread may go on and make groups.
     names = [(group, _name(group, name)) for group, name in list(c10d._world.pg_names.items())]
     if operation is None:
-        return words, Stood(counts=_counts(names[:_MOST_GROUPS]))
+        return words, CollectivePosition(counts=_counts(names[:_MOST_GROUPS]))
     group = operation.f_locals.get("group") or c10d._world.default_pg
     names.sort(key=lambda one: one[0] is not group)  # the one that it stands in first
     of = names[0][1] if names and names[0][0] is group else ""
-    stood = Stood(operation.f_code.co_name, of, _counts(names[:_MOST_GROUPS]))
+    position = CollectivePosition(operation.f_code.co_name, of, _counts(names[:_MOST_GROUPS]))
     inner, *outer = locations(operation)
-    return describe_stack([SourceLocation(inner.file, inner.line, str(stood)), *outer]) or words, stood
+    return describe_stack([SourceLocation(inner.file, inner.line, str(position)), *outer]) or words, position
 
 
 def _operation(frame: FrameType) -> FrameType | None:
@@ -67,15 +67,15 @@ def _name(group: Any, name: object) -> str:
     return f"{str(name)[:_LONGEST_NAME]}{description}"
 
 
-def _counts(names: list[tuple[Any, str]]) -> tuple[Counted, ...]:
+def _counts(names: list[tuple[Any, str]]) -> tuple[GroupSequence, ...]:
     """How many operations each of some groups has begun, as far as the groups say so, and at once."""
-    found: list[Counted] = []
+    found: list[GroupSequence] = []
 
     def ask() -> None:
         for group, name in names:
             try:
                 number = int(group._get_sequence_number_for_group())
-                found.append(Counted(name, int(group.size()), number, _is_exact(group)))
+                found.append(GroupSequence(name, int(group.size()), number, _is_exact(group)))
             except Exception:
                 continue  # not all backends count
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from ft_wrapper.protocol.standing import Counted, Stood
+from ft_wrapper.protocol.records import CollectivePosition, GroupSequence
 from ft_wrapper.testing import BlockingGroup, blocking_backend
 from ft_wrapper.torch_groups.abort import abort_all
 from ft_wrapper.torch_groups.collective import current_collective
@@ -31,7 +31,7 @@ def group() -> Iterator[BlockingGroup]:
     assert wait_for_released_groups()
 
 
-def stand_in(blocks: Callable[[], object], at: BlockingGroup) -> tuple[str, Stood]:
+def stand_in(blocks: Callable[[], object], at: BlockingGroup) -> tuple[str, CollectivePosition]:
     """Where a thread is said to be while it is blocked in a group, which is aborted then."""
 
     def train() -> None:
@@ -53,17 +53,17 @@ def test_it_says_operation_number_and_group(group: BlockingGroup) -> None:
         dist.barrier()
         dist.all_reduce(torch.ones(1))
 
-    words, stood = stand_in(train, group)
-    assert stood == Stood("all_reduce", "0", (Counted("0", 1, 2, True),))
+    words, position = stand_in(train, group)
+    assert position == CollectivePosition("all_reduce", "0", (GroupSequence("0", 1, 2, True),))
     assert words.startswith("in all_reduce #2 of group 0, called at test_collective.py:")
     assert words.endswith(" in train")
 
 
 def test_an_operation_on_objects_is_named_and_so_is_a_group_that_has_a_name(group: BlockingGroup) -> None:
     other: Any = dist.new_group(backend=blocking_backend(), group_desc="data")
-    words, stood = stand_in(lambda: dist.all_gather_object([None], "x", group=other), other)
-    counts = (Counted("1 (data)", 1, 1, True), Counted("0", 1, 0, True))
-    assert stood == Stood("all_gather_object", "1 (data)", counts)
+    words, position = stand_in(lambda: dist.all_gather_object([None], "x", group=other), other)
+    counts = (GroupSequence("1 (data)", 1, 1, True), GroupSequence("0", 1, 0, True))
+    assert position == CollectivePosition("all_gather_object", "1 (data)", counts)
     assert words.startswith("in all_gather_object #1 of group 1 (data), called at ")
 
 
@@ -72,8 +72,8 @@ def test_what_one_receives_does_not_count(group: BlockingGroup) -> None:
         dist.barrier()
         dist.recv(torch.ones(1), src=None)
 
-    _, stood = stand_in(train, group)
-    assert (stood.operation, stood.in_collective, stood.number_in("0")) == ("recv", False, 1)
+    _, position = stand_in(train, group)
+    assert (position.operation, position.in_collective, position.number_in("0")) == ("recv", False, 1)
 
 
 @pytest.mark.parametrize("hangs", [True, False])
@@ -96,23 +96,24 @@ def test_a_group_that_does_not_say_its_number_is_left_out(
             dist.barrier()
 
     try:
-        words, stood = stand_in(train, group)
+        words, position = stand_in(train, group)
     finally:
         frees.set()
-    others = () if hangs else (Counted("1", 1, 0, True),)
-    assert stood == Stood("barrier", "0", others) and words.startswith("in barrier of group 0, called at ")
+    others = () if hangs else (GroupSequence("1", 1, 0, True),)
+    assert position == CollectivePosition("barrier", "0", others)
+    assert words.startswith("in barrier of group 0, called at ")
 
 
 def test_many_groups_are_not_all_told(group: BlockingGroup) -> None:
     groups: list[Any] = [dist.new_group(backend=blocking_backend()) for _ in range(10)]
-    _, stood = stand_in(lambda: dist.barrier(group=groups[-1]), groups[-1])
-    assert [count.group for count in stood.counts] == ["10", "0", "1", "2", "3", "4", "5", "6"]
+    _, position = stand_in(lambda: dist.barrier(group=groups[-1]), groups[-1])
+    assert [count.group for count in position.counts] == ["10", "0", "1", "2", "3", "4", "5", "6"]
 
 
 def test_elsewhere_there_are_only_the_numbers(group: BlockingGroup) -> None:
     dist.barrier()
     place = current_collective(threading.get_ident())
-    assert place is not None and place[1] == Stood(counts=(Counted("0", 1, 1, True),))
+    assert place is not None and place[1] == CollectivePosition(counts=(GroupSequence("0", 1, 1, True),))
 
 
 def test_a_gloo_group_counts_what_it_sends_too() -> None:
@@ -120,7 +121,7 @@ def test_a_gloo_group_counts_what_it_sends_too() -> None:
     try:
         dist.all_reduce(torch.ones(1))
         place = current_collective(threading.get_ident())
-        assert place is not None and place[1].counts == (Counted("0", 1, 1, False),)
+        assert place is not None and place[1].counts == (GroupSequence("0", 1, 1, False),)
     finally:
         release_process_groups()
         assert wait_for_released_groups()

@@ -16,7 +16,7 @@ from ft_wrapper.report.goodput import BUCKETS, make_goodput
 from ft_wrapper.report.incidents import WORDS, natural, slots_in
 from ft_wrapper.report.look import SHAPE_OF, SHAPES
 from ft_wrapper.report.timeline import MOST_ROWS, STATES, Line, Timeline, make_timeline
-from ft_wrapper.restart.report import in_words
+from ft_wrapper.restart.report import describe_faults
 
 
 def timeline(records: list[dict[str, Any]]) -> Timeline:
@@ -126,8 +126,9 @@ def test_a_hang_of_very_many_is_marked_in_no_row() -> None:
 
 def report_of(*faults: Fault) -> str:
     """The line in the log."""
+    cause = describe_faults(faults)
     report = RestartReport(
-        iteration=7, cause=in_words(faults), active_world_size=3, world_size=4, seconds=0.1, joined_slots=(9,)
+        iteration=7, cause=cause, active_world_size=3, world_size=4, seconds=0.1, joined_slots=(9,)
     )
     return str(report)
 

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 
-from ft_wrapper.protocol.standing import UNKNOWN
+from ft_wrapper.protocol.records import CollectivePosition
 from ft_wrapper.restart import call
 from ft_wrapper.restart.call import Call
 
@@ -21,9 +21,9 @@ def test_only_the_first_512_ranks_say_where_they_stood(
     monkeypatch.setattr(call, "Agreement", lambda client: agreement)
     agreement.ends.finished_in.return_value = []
     monkeypatch.setattr(call.warm_up, "announce_cuda", lambda client: None)
-    monkeypatch.setattr(call.dataclasses, "replace", lambda fault, stood: fault)
+    monkeypatch.setattr(call.dataclasses, "replace", lambda fault, position: fault)
     this = mock.Mock()
     this.state.rank = rank
-    this._place = ("in all_reduce", UNKNOWN)
+    this._place = ("in all_reduce", CollectivePosition())
     Call._tell(this)
     assert agreement.ends.log_fault.called is tells
