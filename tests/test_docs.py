@@ -35,7 +35,7 @@ from ft_wrapper.protocol import keys
 
 DOCS = Path(__file__).parent.parent / "docs"
 PREFIX = f"ft_wrapper/{keys.THIS_VERSION}/"
-LOOKUPS = ("_of_iteration", "iteration_of", "member_of", "call_of", "shared_heart", "is_shared_heart")
+LOOKUPS = ("_key", "_of_iteration", "iteration_of", "member_of", "call_of", "shared_heart", "is_shared_heart")
 REFRESH = "run python docs/options.py"
 NO_KEYS = {"fault", "done", "heartbeat_timeout"}
 

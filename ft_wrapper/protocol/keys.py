@@ -27,34 +27,27 @@ CUDA = f"{_ROOT}/cuda"
 SETTLED = f"{_ROOT}/settled"
 
 
-def terms(call: int) -> str:
-    """Register: function and settings of a wrapped call, on which all ranks have to agree."""
-    return f"{_ROOT}/terms/{call}"
+def _key(kind: str) -> Callable[..., str]:
+    """The keys of a kind, by what there is several of."""
+    return lambda *which: "/".join((_ROOT, kind, *map(str, which)))
 
 
-def incarnations(slot: int) -> str:
-    """Counter: how many processes have held the slot."""
-    return f"{_ROOT}/incarnations/{slot}"
-
-
-def member(name: str) -> str:
-    """Record of a member, for people: host, pid."""
-    return f"{_ROOT}/member/{name}"
-
-
-def heartbeat(name: str) -> str:
-    """Counter that a heart keeps moving: a member's own, or one that all on a node share."""
-    return f"{_ROOT}/heartbeat/{name}"
-
-
-def shared_heart(nonce: str) -> str:
-    """The name of a heart that several members share."""
-    return f"shared-{nonce}"
-
-
-def barrier(name: str, part: str) -> str:
-    """A part of a barrier or exchange: ``arrived``, ``count``, ``wake``, ``result/…``."""
-    return f"{_ROOT}/barrier/{name}/{part}"
+# Register, by call: function and settings of a wrapped call, on which all ranks have to agree.
+terms = _key("terms")
+# Counter, by slot: how many processes have held it.
+incarnations = _key("incarnations")
+# Record of a member, for people: host, pid.
+member = _key("member")
+# Counter that a heart keeps moving, by its name: a member's own, or one that all on a node share.
+heartbeat = _key("heartbeat")
+# A part of a barrier or exchange, by its name: ``arrived``, ``count``, ``wake``, ``result/…``.
+barrier = _key("barrier")
+# Register, by folder: what the job calls itself in a folder of checkpoints.
+checkpoints = _key("checkpoints")
+# Set once a member needs the store no more.
+wake_goodbye = _key("wake/goodbye")
+# Register, for people, only ever raised, by slot: the last iteration that was recorded for it.
+last_iteration = _key("last_iteration")
 
 
 def live(name: str) -> str:
@@ -62,19 +55,9 @@ def live(name: str) -> str:
     return f"{_ROOT}/live/{name}/sealed"
 
 
-def checkpoints(folder: str) -> str:
-    """Register: what the job calls itself in a folder of checkpoints."""
-    return f"{_ROOT}/checkpoints/{folder}"
-
-
-def wake_goodbye(name: str) -> str:
-    """Set once a member needs the store no more."""
-    return f"{_ROOT}/wake/goodbye/{name}"
-
-
-def last_iteration(slot: int) -> str:
-    """Register, for people, only ever raised: the last iteration that was recorded for the slot."""
-    return f"{_ROOT}/last_iteration/{slot}"
+def shared_heart(nonce: str) -> str:
+    """The name of a heart that several members share."""
+    return f"shared-{nonce}"
 
 
 # Keys of one iteration, all made by one function: so `iteration_of` knows each, and each is deleted in time.
@@ -85,7 +68,7 @@ _kinds: list[str] = []
 def _of_iteration(kind: str) -> Callable[..., str]:
     """The keys of a kind, by the number of the iteration, and by what else there is several of."""
     _kinds.append(kind)
-    return lambda n, *which: "/".join((_ROOT, kind, str(n), *map(str, which)))
+    return _key(kind)
 
 
 # By its nonce: what changed from n-1 to n. Immutable, written before head moves.
@@ -130,14 +113,12 @@ iteration_prefix = _of_iteration("user")
 
 def iteration_of(key: str) -> int | None:
     """The iteration that a key belongs to; None for keys of a job, a call or a member."""
-    found = _OF_ITERATION.match(key)
-    return None if found is None else int(found[1])
+    return int(found[1]) if (found := _OF_ITERATION.match(key)) else None
 
 
 def member_of(key: str) -> tuple[int, int] | None:
     """The slot and incarnation that a key belongs to; None for other keys."""
-    found = _OF_MEMBER.match(key)
-    return None if found is None else (int(found[1]), int(found[2]))
+    return (int(found[1]), int(found[2])) if (found := _OF_MEMBER.match(key)) else None
 
 
 def is_shared_heart(key: str) -> bool:
@@ -147,8 +128,7 @@ def is_shared_heart(key: str) -> bool:
 
 def call_of(key: str) -> int | None:
     """The wrapped call that a key belongs to; None for other keys."""
-    found = _OF_CALL.match(key)
-    return None if found is None else int(found[1])
+    return int(found[1]) if (found := _OF_CALL.match(key)) else None
 
 
 _OF_CALL = re.compile(rf"{_ROOT}/terms/(\d+)$")
