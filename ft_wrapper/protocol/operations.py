@@ -1,9 +1,8 @@
 """What the protocol asks of a store: steps, which a store makes of torch's operations or in a better way."""
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Self
+from typing import NamedTuple, Self
 
 from ..exception import StoreError
 from .seal import Seal, forged
@@ -14,22 +13,19 @@ _SOMEBODY_ELSES = "surrogateescape"  # keeps bytes that are not UTF-8
 LAPSED = -1
 
 
-@dataclasses.dataclass(frozen=True)
-class Read:
+class Read(NamedTuple):
     """Reads a key that no one waits for. Gives what it holds, None if it is absent."""
 
     key: str
 
 
-@dataclasses.dataclass(frozen=True)
-class ReadLog:
+class ReadLog(NamedTuple):
     """Reads a log. Gives its entries, a line each."""
 
     key: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Beats:
+class Beats(NamedTuple):
     """Looks for signs of life.
 
     Gives a number that moves as long as they come; `LAPSED` once the last one does not hold any more.
@@ -38,54 +34,47 @@ class Beats:
     key: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Beat:
+class Beat(NamedTuple):
     """Gives a sign of life under a key: a count, or a lease that holds for some seconds. Gives None."""
 
     key: str
     lasts: float
 
 
-@dataclasses.dataclass(frozen=True)
-class Write:
+class Write(NamedTuple):
     """Writes keys. Gives None."""
 
     values: Mapping[str, str]
 
 
-@dataclasses.dataclass(frozen=True)
-class Wake:
+class Wake(NamedTuple):
     """Writes a key that wakes those who wait for it; one that is there may be left as it is. Gives None."""
 
     key: str
     value: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Append:
+class Append(NamedTuple):
     """Adds an entry to a log: a line, or several that readers see together. Gives None."""
 
     key: str
     entry: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Count:
+class Count(NamedTuple):
     """Counts one more. Gives the count: a hint, since a lost answer may be counted twice."""
 
     key: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Claim:
+class Claim(NamedTuple):
     """Writes a register unless it is written. Gives what it holds then."""
 
     key: str
     desired: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Move:
+class Move(NamedTuple):
     """Writes a register if it holds what is expected (``""``: is absent). Gives what it holds then."""
 
     key: str
@@ -93,8 +82,7 @@ class Move:
     desired: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Delete:
+class Delete(NamedTuple):
     """Deletes keys that are not written any more, however many. Gives None."""
 
     keys: tuple[str, ...]
@@ -122,7 +110,7 @@ def under(prefix: str, step: Step) -> Step:
         case Delete(keys):
             return Delete(tuple(prefix + key for key in keys))
         case _:
-            return dataclasses.replace(step, key=prefix + step.key)
+            return step._replace(key=prefix + step.key)
 
 
 def sealed(step: Step, seal: Seal) -> Step:
