@@ -115,19 +115,15 @@ def judge(
     since, slot = at - before.fault_window, culprit.member.slot
     recent = [one for one in before.blamed if one.at >= since]
     blamed = _newest([*recent, Blamed(slot, host, at)], before.max_faults)
-    if _is_host_bad(before.max_faults, blamed, host):
-        out = frozenset(one for one in kept if host_of(one) == host)
-        what, new = f"host {host}", [one for one in newcomers if host_of(one) == host]
-    elif _is_slot_bad(before.max_faults, blamed, slot, host):
-        out = frozenset(one for one in kept if one.slot == slot)
-        what, new = f"slot {slot} on {host}", [one for one in newcomers if one.slot == slot]
-    else:
+    if not (what := _excluded(before.max_faults, blamed, slot, host)):
         return Judgement(blamed)
-    left, least = len(kept) - len(out) + len(newcomers) - len(new), max(1, before.min_world_size)
+    is_host = what == f"host {host}"
+    out = {one for one in (*kept, *newcomers) if (host_of(one) == host if is_host else one.slot == slot)}
+    left, least = len(kept) + len(newcomers) - len(out), max(1, before.min_world_size)
     if left < least:
         why = f"{left} of min_world_size={least} ranks would be left"
         return Judgement(blamed, words=f"{_describe(before, what, 'stays')}; without it {why}")
-    return Judgement(blamed, out, slot, _describe(before, what, "is excluded"))
+    return Judgement(blamed, frozenset(out.intersection(kept)), slot, _describe(before, what, "is excluded"))
 
 
 def why_out(decision: Decision, slot: int, host: str, now: float = 0.0) -> str:
@@ -141,11 +137,8 @@ def why_out(decision: Decision, slot: int, host: str, now: float = 0.0) -> str:
             long ago; 0 if the decision has just been made.
     """
     blamed = [one for one in decision.blamed if one.at >= now - decision.fault_window]
-    if _is_host_bad(decision.max_faults, blamed, host):
-        return _describe(decision, f"host {host}", "is excluded")
-    if _is_slot_bad(decision.max_faults, blamed, slot, host):
-        return _describe(decision, f"slot {slot} on {host}", "is excluded")
-    return ""
+    what = _excluded(decision.max_faults, blamed, slot, host)
+    return what and _describe(decision, what, "is excluded")
 
 
 def _newest(blamed: Sequence[Blamed], most: int) -> tuple[Blamed, ...]:
@@ -159,15 +152,13 @@ def _newest(blamed: Sequence[Blamed], most: int) -> tuple[Blamed, ...]:
     return tuple(reversed(newest))
 
 
-def _is_host_bad(most: int, blamed: Sequence[Blamed], host: str) -> bool:
-    """Whether a host has caused too many faults, and not by one slot alone."""
-    slots = [one.slot for one in blamed if host and one.host == host]
-    return 0 < most <= len(slots) and len(set(slots)) > 1
-
-
-def _is_slot_bad(most: int, blamed: Sequence[Blamed], slot: int, host: str) -> bool:
-    """Whether a slot has caused too many faults on its host; on another one it may well go on."""
-    return 0 < most <= sum((one.slot, one.host) == (slot, host) for one in blamed)
+def _excluded(most: int, blamed: Sequence[Blamed], slot: int, host: str) -> str:
+    """What has caused too many faults: a host, if not by one slot alone; or a slot there; empty for none."""
+    slots = [one.slot for one in blamed if one.host == host]
+    if host and 0 < most <= len(slots) and len(set(slots)) > 1:
+        return f"host {host}"
+    # On another host the slot may well go on.
+    return f"slot {slot} on {host}" if 0 < most <= slots.count(slot) else ""
 
 
 def _describe(settings: Decision, what: str, does: str) -> str:
