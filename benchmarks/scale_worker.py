@@ -193,8 +193,8 @@ def computed_once(slots: frozenset[int]) -> Iterator[None]:
 
     for module in (records, joining):  # the one that has it, and the one that has imported it by name
         replaced.append((module, "roster_from_json", once(read_roster, lambda text, key: text)))
-    decide = joining._first_decision
-    replaced.append((joining, "_first_decision", once(decide, lambda members, least: id(members))))
+    decide = joining.first_decision
+    replaced.append((joining, "first_decision", once(decide, lambda members, limits: id(members))))
     replaced.append((neighbours.NeighbourWatch, "_starts", _starts))
     in_order = Slots(sorted(slots))
     sort: Any = lambda what, **how: in_order if what is slots else sorted(what, **how)  # noqa: E731

@@ -18,7 +18,7 @@ from .. import store
 from ..exception import StoreError, StoreUnavailable
 from ..protocol import Agreement, keys
 from ..protocol.operations import read
-from ..protocol.records import DONE, Fault, Member, MemberRecord
+from ..protocol.records import DONE, Fault, Member, MemberRecord, record_of
 
 log = logging.getLogger(__name__)
 
@@ -270,7 +270,7 @@ class JobInStore:
     def _record(self, slot: int, pid: int) -> MemberRecord:
         joining, nothing = self._agreement.joining, MemberRecord()
         otherwise = f"how slot {slot} has left the job is not known"
-        record = self._ask(lambda: joining.record_of(joining.newest_of(slot)), otherwise, nothing)
+        record = self._ask(lambda: record_of(joining.store, joining.newest_of(slot)), otherwise, nothing)
         return record if record.pid == pid else nothing
 
     def finished_with(self) -> dict[int, int | None] | None:
@@ -309,5 +309,5 @@ class JobInStore:
             return default
 
     def _pid_of(self, member: Member) -> int | None:
-        record = self._agreement.joining.record_of(member)
+        record = record_of(self._agreement.store, member)
         return record.pid if record.host == socket.gethostname() else None

@@ -248,12 +248,12 @@ class RankMonitor:
         Those of the last iteration for as long as they live; the dead and those who were left out may still
         be about to say so, and get the grace time.
         """
-        ends, joining, limits = self._agreement.ends, self._agreement.joining, self.limits
+        ends, limits = self._agreement.ends, self.limits
         watch = NeighbourWatch(self._agreement, str(self.member), limits.heartbeat_timeout)
         alone_since = math.inf
         while True:
             view = self._agreement.iterations.read_current()
-            joined = joining.joined_first()
+            joined = self._agreement.iterations.joins_of(names.BEFORE_FIRST)
             n, members, silent = names.BEFORE_FIRST, joined, frozenset[Member]()
             if view is not None:
                 n, members, silent = view.n, set(view.members), watch.look(view, [self.member])

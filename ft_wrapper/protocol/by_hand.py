@@ -15,7 +15,7 @@ from ..settings import Limits, OnJoin
 from . import Agreement, keys
 from .membership import Membership
 from .operations import Move, Operations, Wake, claim, read
-from .records import FAULT, Head, Member, to_number
+from .records import FAULT, Member, to_number
 from .silence import HeartbeatObserver
 from .waiting import looks
 
@@ -67,16 +67,11 @@ class ByHand(Operations):
         Raises:
             TimeoutError: it was not decided in time; says who was missing.
         """
-
-        def decided() -> Head | None:
-            head = self._agreement.iterations.read_head()
-            return head if head is not None and head.n >= iteration else None
-
-        waited = looks(self._job, keys.wake_head(iteration), timeout.total_seconds())
-        head = decided() or next(filter(None, (decided() for _ in waited)), None)
-        if head is None:
-            missing = self._job._what_is_missing()
-            raise TimeoutError(f"iteration {iteration} was not decided within {timeout}: {missing}")
+        waits = looks(self._job, keys.wake_head(iteration), timeout.total_seconds())
+        while (head := self._agreement.iterations.read_head()) is None or head.n < iteration:
+            if next(waits, None) is None:
+                missing = self._job._what_is_missing()
+                raise TimeoutError(f"iteration {iteration} was not decided within {timeout}: {missing}")
         return head.n
 
     def get_active_ranks_for_coordination(
@@ -253,9 +248,13 @@ class ByHand(Operations):
             TimeoutError: a rank did not come; names which.
             ValueError: the rank is not known.
         """
-        if self.membership is not None:
-            return self._still_in(self._joined())
-        return self._join(self._slot(rank), world_size, timeout)
+        if self.membership is None:
+            return self._join(self._slot(rank), world_size, timeout)
+        own, view = self._joined(), self._agreement.iterations.read_current()
+        if view is None or own.member not in view.members:
+            raise RankDiscarded(own.explain_removal())
+        own.view = view
+        return self._note_entry(own)
 
     def catch_up_restarting_rank(self, timeout: timedelta, *, rank: int | None = None) -> int:
         """Joins a job that is on as its rank's next process, and waits until it is in.
@@ -311,9 +310,8 @@ class ByHand(Operations):
                 "this client of the store has not joined the job: call handle_rank_restart on it first; "
                 "leave it to the wrapper inside a wrapped function, where the wrapper has joined"
             )
-        own = dataclasses.replace(
-            self.membership, agreement=self._agreement
-        )  # clones of this client share it
+        # Clones of this client share it.
+        own = dataclasses.replace(self.membership, agreement=self._agreement)
         own.member, own.view = self.membership.member, self.membership.view
         return own
 
@@ -334,8 +332,8 @@ class ByHand(Operations):
     def _what_is_missing(self) -> str:
         view = self._agreement.iterations.read_current()
         if view is None:
-            joined = sorted(member.slot for member in self._agreement.joining.joined_first())
-            return f"only the ranks {joined} have joined"
+            joined = self._agreement.iterations.joins_of(keys.BEFORE_FIRST)
+            return f"only the ranks {sorted(member.slot for member in joined)} have joined"
         if self._agreement.ends.outcome_of(view.n) is None:
             return f"iteration {view.n} is still on"
         _, missing = self._agreement.iterations.arrived_and_missing(view)
@@ -366,13 +364,6 @@ class ByHand(Operations):
             ) from None
         if not own.join(seconds):
             raise RestartError(f"{own.member.name} cannot join: the call has completed")
-        return self._note_entry(own)
-
-    def _still_in(self, own: Membership) -> int:
-        view = self._agreement.iterations.read_current()
-        if view is None or own.member not in view.members:
-            raise RankDiscarded(own.explain_removal())
-        own.view = view
         return self._note_entry(own)
 
     def _note_entry(self, own: Membership) -> int:

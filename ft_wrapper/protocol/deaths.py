@@ -4,12 +4,12 @@ A node's slots outlive it: the node that takes its seat later has the same slots
 them are looked up first (`holders`), and the deaths of exactly these are reported.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 from ..attribution import Interruption
 from . import Agreement, keys
-from .records import Fault, Member, View
-from .waiting import Moment, looks
+from .records import Fault, Member, View, record_of
+from .waiting import looks
 
 #: Seconds after which a report gives up, if every next iteration still lists the dead.
 TIMEOUT = 120.0
@@ -41,37 +41,32 @@ def report_deaths(
         timeout: seconds after which to give up.
         returns: whether replacements are on their way.
     """
-    deadline = agreement.store.now() + timeout
-    told = dict(dead)
+    ends, iterations, store = agreement.ends, agreement.iterations, agreement.store
+    deadline, said = store.now() + timeout, dict(dead)
     while True:
-        head = agreement.iterations.read_head()
-        if head is None:
-            n = keys.BEFORE_FIRST
-            agreement.ends.log_deaths(n, told, ends=False, returns=returns)
-            kept = agreement.iterations.joins_of(n) & dead.keys()
-        else:
-            if view is None or head != view.head:
-                view = agreement.iterations.read_current()
-                assert view is not None
-                active = any(agreement.entering.may_be_active(view.n, member) for member in dead)
-            n, kept = view.n, set()
-            inside = {member: fault for member, fault in told.items() if member in view.members}
-            if inside:
-                agreement.ends.log_deaths(n, inside, ends=active, returns=returns)
-                agreement.iterations.count_deaths(view, len(inside))
-                kept |= agreement.iterations.arrivals_of(n) & inside.keys()
-            # The others may have asked to join. While n runs, each later proposer still reads the log.
-            outside = dict.fromkeys(dead.keys() - inside.keys())
-            if outside:
-                agreement.ends.log_deaths(n, outside, ends=False, returns=returns)
-                if agreement.ends.outcome_of(n) is not None:
-                    kept |= agreement.iterations.joins_of(n) & outside.keys()
-        told = dict.fromkeys(dead)
+        head = iterations.read_head()
+        if head is not None and (view is None or head != view.head):
+            view = iterations.read_current()
+            assert view is not None
+            active = any(agreement.entering.may_be_active(view.n, member) for member in dead)
+        n, members = (keys.BEFORE_FIRST, ()) if view is None else (view.n, view.members)
+        inside, kept = {member: fault for member, fault in said.items() if member in members}, set[Member]()
+        if view is not None and inside:
+            ends.log_deaths(n, inside, ends=active, returns=returns)
+            iterations.count_deaths(view, len(inside))
+            kept |= iterations.arrivals_of(n) & inside.keys()
+        # The others may have asked to join. While n runs, each later proposer still reads the log.
+        outside = said if view is None else dict.fromkeys(dead.keys() - inside.keys())
+        if outside:
+            ends.log_deaths(n, outside, ends=False, returns=returns)
+            if view is None or ends.outcome_of(n) is not None:
+                kept |= iterations.joins_of(n) & outside.keys()
+        said = dict.fromkeys(dead)
         # A later proposer reads the log. Only a proposal that was under way may have read it too early,
         # and it takes a member only if that had arrived (or joined) before.
         if not kept:
             return
-        if not _await_move(agreement, n, view, deadline):
+        if not _await_move(agreement, n, view, deadline - store.now()):
             return
 
 
@@ -88,9 +83,9 @@ def report_lost(agreement: Agreement, lost: Mapping[Member, str], *, returns: bo
     """
     if not lost:
         return
-    joining, now = agreement.joining, agreement.store.wall_clock()
+    store, now = agreement.store, agreement.store.wall_clock()
     faults = {
-        member: joining.record_of(member).fault(member, None, Interruption.TERMINATED, why, now)
+        member: record_of(store, member).fault(member, None, Interruption.TERMINATED, why, now)
         for member, why in lost.items()
     }
     report_deaths(agreement, None, faults, active=True, timeout=TIMEOUT, returns=returns)
@@ -104,26 +99,14 @@ def await_others(agreement: Agreement, view: View, timeout: float) -> None:
         view: the iteration.
         timeout: seconds to wait at the longest.
     """
-
-    def is_over() -> bool:
-        return agreement.ends.deaths_of(view.n).issuperset(view.members)
-
-    if is_over():
-        return
-    for look in _looks(agreement, view.n, timeout):
-        # Where head has moved long ago, the wake has been deleted.
-        if look.value is not None or agreement.iterations.read_head() != view.head or is_over():
-            return
+    if not agreement.ends.deaths_of(view.n).issuperset(view.members):
+        _await_move(agreement, view.n, view, timeout)
 
 
-def _looks(agreement: Agreement, n: int, timeout: float) -> Iterator[Moment]:
-    """Waits until head moves from n."""
+def _await_move(agreement: Agreement, n: int, view: View | None, timeout: float) -> bool:
+    """Waits until head moves from n, and moves it if it can; False if it does not, or no one is left."""
     wake = keys.wake_head(n + 1)
-    return looks(agreement.store, wake, timeout, first=_FIRST_LOOK, longest=_LONGEST_LOOK)
-
-
-def _await_move(agreement: Agreement, n: int, view: View | None, deadline: float) -> bool:
-    for look in _looks(agreement, n, deadline - agreement.store.now()):
+    for look in looks(agreement.store, wake, timeout, first=_FIRST_LOOK, longest=_LONGEST_LOOK):
         if look.value is not None:
             return True
         head = agreement.iterations.read_head()

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping
 
 from ..exception import StoreError
-from . import keys, operations, records
-from .operations import Append, Claim, Operations, Step, Wake, read, read_log
+from . import keys, records
+from .operations import Append, Claim, Operations, Step, Wake, append_counted, read, read_log
 from .records import DONE, FAULT, GAVE_UP, LEFT_BY, RETURNS, Fault, Member
 
 
@@ -76,10 +76,6 @@ class Ends:
         """Says that a member waits no more for the iteration after n, and must not be reckoned with."""
         self.store.execute([Append(keys.dead(n), f"{member} {GAVE_UP}")])
 
-    def gave_up(self, n: int) -> set[Member]:
-        """Those who said so."""
-        return {member for member, marks in self.marked_deaths_of(n).items() if GAVE_UP in marks}
-
     def log_deaths(
         self, n: int, dead: Mapping[Member, Fault | None], *, ends: bool, returns: bool = False
     ) -> None:
@@ -126,21 +122,14 @@ class Ends:
 
     def finish(self, n: int, active_rank: int, active_world_size: int) -> None:
         """Says that an active rank has returned from the function of n; the last one ends n as done."""
-        finished = operations.append_counted(
-            self.store, keys.finished(n), str(active_rank), keys.count_finished(n)
-        )
+        finished = append_counted(self.store, keys.finished(n), str(active_rank), keys.count_finished(n))
         if finished >= active_world_size:
             self.complete(n, active_world_size)
 
-    def complete(self, n: int, active_world_size: int) -> str | None:
-        """Ends n as done if every active rank has finished; the log decides, not the count.
-
-        Returns:
-            The outcome that stands, None if a rank has not finished.
-        """
-        if len(self.finished_in(n)) < active_world_size:
-            return self.outcome_of(n)
-        return self.end_iteration(n, DONE)
+    def complete(self, n: int, active_world_size: int) -> None:
+        """Ends n as done if every active rank has finished; the log decides, not the count."""
+        if len(self.finished_in(n)) >= active_world_size:
+            self.end_iteration(n, DONE)
 
     def finished_in(self, n: int) -> set[int]:
         """The active ranks that have returned from the function of n."""

@@ -12,6 +12,7 @@ from . import keys, operations
 from .ends import Ends
 from .operations import Append, Claim, Count, Operations, Read, ReadLog, Step, Wake, Write, read, read_log
 from .records import FAULT, Member, present, split_entry, to_number
+from .waiting import looks
 
 Endpoint = tuple[str, int]
 Sizes = tuple[int, int]  # world size and active world size
@@ -76,15 +77,20 @@ def active_ranks_in(n: int, meeting: str | None) -> int:
 
 def spares_in(store: Operations, n: int) -> tuple[set[Member], int]:
     """The members that are spares in n; and the number of its active ranks, as far as that is known."""
+    active, entered = _active_and_entered(store, n)
+    ranks = [one.active_rank for one in entered.values() if one.active_rank is not None]
+    spares = {member for member, one in entered.items() if one.active_rank is None}
+    return spares, active or 1 + max(ranks, default=-1)
+
+
+def _active_and_entered(store: Operations, n: int) -> tuple[int, dict[Member, Entered]]:
+    """The number of n's active ranks, see `active_ranks_in`; and the members that are about to enter it."""
     meeting, log = store.execute([Read(keys.meeting(n)), ReadLog(keys.entered(n))])
-    ranks = {one.member: one.active_rank for one in _entries_in(n, (log or "").splitlines()).values()}
-    active = active_ranks_in(n, meeting) or 1 + max((r for r in ranks.values() if r is not None), default=-1)
-    return {member for member, rank in ranks.items() if rank is None}, active
+    return active_ranks_in(n, meeting), _entries_in(n, (log or "").splitlines())
 
 
 def _entries_in(n: int, log: Iterable[str]) -> dict[Member, Entered]:
-    key = keys.entered(n)
-    entries = (Entered.parse(line, key) for line in log)
+    entries = (Entered.parse(line, keys.entered(n)) for line in log)
     return {entry.member: entry for entry in entries}
 
 
@@ -113,12 +119,11 @@ class Entering:
             n: the iteration.
             member: who.
         """
-        meeting, log = self.store.execute([Read(keys.meeting(n)), ReadLog(keys.entered(n))])
-        entered = _entries_in(n, (log or "").splitlines())
+        active, entered = _active_and_entered(self.store, n)
         if member in entered:
             return entered[member].active_rank is not None
         taken = {one.active_rank for one in entered.values()} - {None}
-        return meeting is None or len(taken) < active_ranks_in(n, meeting)
+        return not active or len(taken) < active
 
     def entered_in(self, n: int) -> dict[Member, Entered]:
         """The members that are about to enter n, or have entered it: O(world size)."""
@@ -186,17 +191,13 @@ class Entering:
             InternalError: rank 0 was given other sizes.
             TimeoutError: neither came.
         """
-        deadline = self.store.now() + timeout
-        while True:
-            remaining = deadline - self.store.now()
-            said = self.store.hear(keys.wake_meeting(n), min(look_every, remaining))
-            if said is not None:
-                said = said or present(keys.meeting(n), read(self.store, keys.meeting(n)))
-                return _endpoint_in(n, said, member, sizes)
+        for look in looks(self.store, keys.wake_meeting(n), timeout, first=look_every, longest=look_every):
+            if look.value is not None:
+                meeting = look.value or present(keys.meeting(n), read(self.store, keys.meeting(n)))
+                return _endpoint_in(n, meeting, member, sizes)
             if self._ends.outcome_of(n) == FAULT:
                 return None
-            if remaining <= 0:
-                raise TimeoutError(f"rank 0 of iteration {n} opened no store for it within {timeout:g} s")
+        raise TimeoutError(f"rank 0 of iteration {n} opened no store for it within {timeout:g} s")
 
 
 def _endpoint_in(n: int, meeting: str | None, member: Member, sizes: Sizes) -> Endpoint | None:
@@ -251,13 +252,10 @@ class Barriers(Operations):
                 )
             if here == rendezvous_count:
                 self.execute([Wake(wake_key, "1")])
-
-        def missing() -> str:
-            return _missing(rendezvous_count, {int(line) for line in read_log(self, arrived_key)})
-
         chunk = _LOOK_EVERY if timeout_chunk is None else timeout_chunk.total_seconds()
         if not _wait_unless_over(self, wake_key, timeout.total_seconds(), chunk):
-            raise BarrierTimeout(f"barrier {group_name!r} timed out after {timeout}: {missing()}")
+            missing = _missing(rendezvous_count, {int(line) for line in read_log(self, arrived_key)})
+            raise BarrierTimeout(f"barrier {group_name!r} timed out after {timeout}: {missing}")
 
     def _barrier_named(self, group_name: str, ranks: Iterable[int], *args: Any, **more: Any) -> None:
         """The barrier of that name; see `barrier`."""
@@ -319,15 +317,12 @@ class Barriers(Operations):
 
 
 def _wait_unless_over(store: Operations, key: str, seconds: float, chunk: float) -> bool:
-    deadline = store.now() + seconds
-    while True:
-        remaining = deadline - store.now()
-        if store.hear(key, min(chunk, remaining)) is not None:
+    for look in looks(store, key, seconds, first=chunk, longest=chunk):
+        if look.value is not None:
             return True
         if store.is_over():
             raise RankShouldRestart("the iteration has ended")
-        if remaining <= 0:
-            return False
+    return False
 
 
 def _missing(count: int, here: set[int]) -> str:

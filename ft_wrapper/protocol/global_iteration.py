@@ -16,17 +16,20 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
 from ..exception import StoreError, TimeoutError
+from ..settings import Limits
 from . import history, keys, records
 from .ends import Ends
 from .entering import spares_in
 from .operations import Append, Count, Move, Operations, Read, ReadLog, Wake, Write, read, read_log
 from .proposal import Evidence, awaited_replacements, candidates, may_propose, next_call, next_decision
-from .records import DONE, FAULT, ArrivalEntry, Decision, Head, Member, MemberRecord, View
+from .records import DONE, FAULT, ArrivalEntry, Decision, Head, Member, View, record_of
 from .seal import forged
 from .silence import HeartbeatObserver, Heartbeats
 from .waiting import FIRST_LOOK, LOOKS_BETWEEN_CALLS, is_checker, looks, stagger
 
 _SAY_MISSING_AFTER = 1.0  # seconds
+#: Gets the members that a restart waits for, and the seconds for which it has done so.
+OnMissing = Callable[[Sequence[Member], float], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +175,9 @@ class GlobalIteration:
         judgement = history.Judgement(view.decision.blamed)
         if view.decision.max_faults and found.outcome == FAULT:
             faults, now = self.ends.faults_of(view.n), self.store.wall_clock()
-            judgement = history.judge(view, faults, chosen.kept, chosen.newcomers, self._host_of, now)
+            judgement = history.judge(
+                view, faults, chosen.kept, chosen.newcomers, lambda one: record_of(self.store, one).host, now
+            )
             chosen = chosen.without(judgement.out)
         if len(chosen.members) < max(1, view.decision.min_world_size):
             return None
@@ -188,12 +193,9 @@ class GlobalIteration:
         self,
         view: View,
         member: Member,
-        *,
-        timeout: float,
-        heartbeat_timeout: float,
-        rejoin_wait: float = 0.0,
+        limits: Limits,
         proposed: Proposed | None = None,
-        on_missing: Callable[[Sequence[Member], float], None] | None = None,
+        on_missing: OnMissing | None = None,
     ) -> View | None:
         """Waits, once arrived, for the decision of the next iteration; proposes it if no one else does.
 
@@ -203,13 +205,12 @@ class GlobalIteration:
         Args:
             view: the iteration that has ended.
             member: who waits.
-            timeout: seconds until those that live but have not arrived are left behind; between two calls,
-                until the log says again for whom it waits.
-            heartbeat_timeout: seconds without a heartbeat until a missing member counts as silent.
-            rejoin_wait: seconds to wait for replacements that were announced.
+            limits: of them ``barrier_timeout``, after which those that live but have not arrived are left
+                behind, or between two calls the log says again for whom it waits; ``heartbeat_timeout``, and
+                ``rejoin_wait`` for replacements that were announced.
             proposed: what `arrive` gave.
             on_missing: called once, by one of those who wait, if others have not left an iteration that ended
-                by a fault a second ago: with these, and the seconds waited.
+                by a fault a second ago.
 
         Returns:
             That iteration; None if this member is not in it.
@@ -218,18 +219,14 @@ class GlobalIteration:
             TimeoutError: fewer than the job's ``min_world_size`` members were left; names the missing ones.
         """
         if proposed is not None and proposed.won:
-            return _step_to(view, member, proposed.head, proposed.decision)
-        observer = HeartbeatObserver(self.heartbeats, heartbeat_timeout)
+            return self._follow(view, member, proposed.head, proposed.decision)
+        observer = HeartbeatObserver(self.heartbeats, limits.heartbeat_timeout)
         position, size = view.members.index(member), len(view.members)
         # The first to give up on the missing goes on without them: all at once would have a lot to read.
-        limit = timeout + stagger(position)
-        first = FIRST_LOOK + stagger(position)
+        timeout = limits.barrier_timeout + stagger(position)
+        first, wake = FIRST_LOOK + stagger(position), keys.wake_head(view.n + 1)
         while True:
-            silent: frozenset[Member] = frozenset()
-            absent: list[Member] = []
-            between_calls = False
-            wake = keys.wake_head(view.n + 1)
-            for look in looks(self.store, wake, limit, first=first, also_after=rejoin_wait):
+            for look in looks(self.store, wake, timeout, first=first, also_after=limits.rejoin_wait):
                 head, decision = self._read_ahead(look.value)
                 if head != view.head:
                     return self._follow(view, member, head, decision)
@@ -245,25 +242,23 @@ class GlobalIteration:
                         on_missing(missing, look.waited)
                     on_missing = None
                 silent = observer.silent(missing)
-                if look.is_last:
-                    # Before the proposal: one who arrives during that may not be seen by it, and decide.
-                    left = self.arrivals_of(view.n) - self.ends.deaths_of(view.n)
-                    absent = sorted(set(view.members) - left)
-                hold = look.waited < rejoin_wait
+                hold = look.waited < limits.rejoin_wait
                 self.advance(view, member, silent=silent, drop_missing=look.is_last, hold=hold)
                 head = self.read_head()
                 if head != view.head:
                     return self._follow(view, member, head)
-            awaited = set(absent) - self.ends.deaths_of(view.n) - silent
-            if not (between_calls and awaited):
-                raise TimeoutError(
-                    f"iteration {view.n} was not followed by another one within {timeout:g} s: fewer than "
-                    f"min_world_size={view.decision.min_world_size} ranks are left; "
-                    f"missing slots: {[m.slot for m in absent]}"
-                )
-            self.log_awaited(view, awaited)
+                if look.is_last:
+                    awaited = set(missing) - silent
+                    if not (between_calls and awaited):
+                        absent = sorted(one.slot for one in set(view.members) - arrived)
+                        raise TimeoutError(
+                            f"iteration {view.n} was not followed by another one within "
+                            f"{limits.barrier_timeout:g} s: fewer than min_world_size="
+                            f"{view.decision.min_world_size} ranks are left; missing slots: {absent}"
+                        )
+                    self.log_awaited(view, awaited)
             if not is_checker(position, size):
-                limit *= 2  # for what each of them reads; the checkers say it often enough
+                timeout *= 2  # for what each of them reads; the checkers say it often enough
 
     def log_awaited(self, view: View, awaited: Iterable[Member]) -> None:
         """Logs for whom the next wrapped call waits.
@@ -303,11 +298,6 @@ class GlobalIteration:
             records.deaths_in(n, deaths),
         )
 
-    def _host_of(self, member: Member) -> str:
-        key = keys.member(str(member))
-        record = read(self.store, key)
-        return MemberRecord.from_json(record, key).host if record else ""
-
     def decide(self, head: Head | None, decision: Decision, members: tuple[Member, ...]) -> Proposed:
         """Writes a decision, then tries to move head to it. No matter who wins, head has moved after that."""
         proposal = Head(decision.call, decision.n, next(self.store.nonces))
@@ -338,6 +328,7 @@ class GlobalIteration:
     def _follow(
         self, view: View, member: Member, head: Head | None, decision: Decision | None = None
     ) -> View | None:
+        """The iteration after one; None if a member is not in it."""
         if head is None:
             raise StoreError(f"store key {keys.HEAD!r} is gone, though iteration {view.n} has begun")
         if head.n != view.n + 1:
@@ -348,13 +339,8 @@ class GlobalIteration:
             if self.read_head() != head:
                 return None  # head has passed this member's iteration meanwhile, without it
             raise
-        return _step_to(view, member, head, decision)
-
-
-def _step_to(view: View, member: Member, head: Head, decision: Decision) -> View | None:
-    """The iteration after one; None if a member is not in it."""
-    after = view.after(decision, head.nonce)
-    return after if member in after.members else None
+        after = view.after(decision, head.nonce)
+        return after if member in after.members else None
 
 
 def _first_checker(view: View, arrived: set[Member], look: int) -> Member | None:

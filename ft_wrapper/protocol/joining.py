@@ -18,9 +18,9 @@ from .entering import Entering
 from .global_iteration import GlobalIteration
 from .operations import Count, Operations, claim, read, write_text
 from .proposal import first_decision
-from .records import DONE, FAULT, Decision, Member, MemberRecord, View, roster_from_json, to_number
+from .records import DONE, FAULT, GAVE_UP, Member, MemberRecord, View, record_of, roster_from_json, to_number
 from .silence import HeartbeatObserver
-from .waiting import FIRST_LOOK, LONGEST_LOOK, GrowingWait, is_checker, looks, stagger
+from .waiting import FIRST_LOOK, LONGEST_LOOK, is_checker, looks, stagger
 
 _LONGEST_WINDOW = 6  # doublings of the window
 _UNKNOWN = MemberRecord()
@@ -79,11 +79,7 @@ class Joining:
         Args:
             slot: the initial rank.
             record: what to write: its host and pid; and the name of its heart, if others share that.
-
-        Raises:
-            StoreError: the store's job was started by another version of this package.
         """
-        self.agree_on_version()
         member = Member(slot, self.store.add(keys.incarnations(slot), 1) - 1)
         self.write_record(member, record)
         if record.heart is None:  # else that one beats already
@@ -98,28 +94,17 @@ class Joining:
         """The last member that took the slot."""
         return Member(slot, self.store.add(keys.incarnations(slot), 0) - 1)
 
-    def record_of(self, member: Member) -> MemberRecord:
-        """What is known of a member's process; nothing if its record is gone.
-
-        Raises:
-            StoreError: it cannot be read; names the key.
-        """
-        key = keys.member(str(member))
-        text = read(self.store, key)
-        return _UNKNOWN if text is None else MemberRecord.from_json(text, key)
-
-    def agree_on_terms(self, call: int, terms: dict[str, object]) -> dict[str, tuple[object, object]]:
-        """Says under what terms this process takes part in a call; the first one to say so decides them.
+    def agree_on_terms(self, slot: int, call: int, terms: dict[str, object]) -> None:
+        """Takes part in a call under these terms; the first process to do so decides them.
 
         Args:
+            slot: the initial rank.
             call: number of the wrapped call.
             terms: the function and the settings that must be the same on all ranks.
 
-        Returns:
-            What differs: by name, what this process has and what the job has. Empty if it may take part.
-
         Raises:
             StoreError: the job's terms cannot be read; names the key.
+            ValueError: the job has other ones; says which.
         """
         key = keys.terms(call)
         text = claim(self.store, key, json.dumps(terms, sort_keys=True))
@@ -127,11 +112,16 @@ class Joining:
             agreed = dict(json.loads(text))
         except (ValueError, TypeError) as error:
             raise StoreError(f"store key {key!r} holds {text!r}, which are no terms: {error}") from None
-        return {
-            name: (terms.get(name), agreed.get(name))
+        different = [
+            f"{name}={terms.get(name)!r}, the job has {agreed.get(name)!r}"
             for name in sorted(terms.keys() | agreed.keys())
             if terms.get(name) != agreed.get(name)
-        }
+        ]
+        if different:
+            raise ValueError(
+                f"slot {slot} cannot take part in the job's call {call}: {', '.join(different)}; "
+                "start all ranks with the same script and settings"
+            )
 
     # The first formation -------------------------------------------------------------------------------
 
@@ -150,21 +140,21 @@ class Joining:
         if int(count or 0) >= len(expected):
             self.form(expected, limits)
 
-    def joined_first(self) -> set[Member]:
-        """The members that have joined the first iteration."""
-        return self.iterations.joins_of(keys.BEFORE_FIRST)
+    def living_joiners(self) -> dict[int, Member]:
+        """The newest member of each slot that has joined the first iteration, and has not ended."""
+        joined = self.iterations.joins_of(keys.BEFORE_FIRST)
+        dead = self.ends.deaths_of(keys.BEFORE_FIRST)  # read second, as in `advance`
+        return {member.slot: member for member in sorted(joined - dead)}
 
     def form(self, slots: frozenset[int], limits: Limits = _DEFAULTS) -> bool:
         """Decides the first iteration if every slot has joined; tells whether there is a head now."""
         if self.iterations.read_head() is not None:
             return True
-        joined = self.iterations.joins_of(keys.BEFORE_FIRST)
-        dead = self.ends.deaths_of(keys.BEFORE_FIRST)  # read second, as in `advance`
-        newest = {member.slot: member for member in sorted(joined - dead)}
+        newest = self.living_joiners()
         if not slots <= newest.keys():  # one that is not expected takes no one's place
             return False
         members = tuple(sorted(newest.values()))
-        self.iterations.decide(None, _first_decision(members, limits), members)
+        self.iterations.decide(None, first_decision(members, limits), members)
         return True
 
     def await_first(
@@ -173,7 +163,7 @@ class Joining:
         """Waits for the first decision.
 
         Args:
-            member: who waits.
+            member: who waits; it may be one that comes beside those that the job forms of.
             slots: the slots that the job begins with.
             timeout: seconds to wait at the longest.
             limits: as in `join_first`.
@@ -186,7 +176,7 @@ class Joining:
         """
         expected = frozenset(slots)
         wake = keys.wake_head(keys.BEFORE_FIRST + 1)
-        position = sorted(expected).index(member.slot)
+        position = sum(slot < member.slot for slot in expected)
         # All of them have to be there, so the same few can look for all, should the last one have been lost.
         forms = is_checker(position, len(expected))
         for _ in looks(self.store, wake, timeout, first=FIRST_LOOK + stagger(position)):
@@ -195,10 +185,11 @@ class Joining:
                 # A member missing from the first decision joins later. A member that finds a later head was
                 # paused: it belongs to the job if that head lists it.
                 return view if member in view.members else None
-        joins, dead = self.iterations.joins_of(keys.BEFORE_FIRST), self.ends.deaths_of(keys.BEFORE_FIRST)
-        came = {joiner.slot for joiner in joins - (dead - self.ends.gave_up(keys.BEFORE_FIRST))}
+        joins = self.iterations.joins_of(keys.BEFORE_FIRST)
+        dead = self.ends.marked_deaths_of(keys.BEFORE_FIRST)
+        came = {joiner.slot for joiner in joins if GAVE_UP in dead.get(joiner, [GAVE_UP])}
         # A member that gave up because of the missing ones is not missing itself; to a later one it is.
-        missing = sorted(expected - came or expected - {joiner.slot for joiner in joins - dead})
+        missing = sorted(expected - came or expected - {joiner.slot for joiner in joins - dead.keys()})
         raise TimeoutError(
             f"the job did not form within {timeout:g} s: ranks {missing} of {len(expected)} are missing; "
             "see whether their processes started and reach the store, or raise barrier_timeout"
@@ -212,28 +203,14 @@ class Joining:
             roster = read(self.store, key)
             if roster is not None:  # else head has moved on by two meanwhile
                 members = roster_from_json(roster, key)
-                return View(_first_decision(members, limits), head.nonce, members)
+                return View(first_decision(members, limits), head.nonce, members)
+        return self._read_current()
+
+    def _read_current(self) -> View:
         current = self.iterations.read_current()
         if current is None:
             raise StoreError("the store has no head any more; this job cannot go on")
         return current
-
-    def await_head(self, timeout: float) -> None:
-        """Waits until the job has formed, for one that comes beside those that it forms of.
-
-        Args:
-            timeout: seconds to wait at the longest.
-
-        Raises:
-            TimeoutError: it did not form in time.
-        """
-        for _ in looks(self.store, keys.wake_head(keys.BEFORE_FIRST + 1), timeout):
-            if self.iterations.read_head() is not None:
-                return
-        raise TimeoutError(
-            f"the job did not form within {timeout:g} s; see whether the ranks that it begins with started "
-            "and reach the store, or raise barrier_timeout"
-        )
 
     # Joining a running job -----------------------------------------------------------------------------
 
@@ -259,9 +236,7 @@ class Joining:
         observer = HeartbeatObserver(self.heartbeats, limits.heartbeat_timeout)
         attempt: _Attempt | None = None
         while True:
-            view = self.iterations.read_current()
-            if view is None:
-                raise StoreError("the store has no head any more; this job cannot go on")
+            view = self._read_current()
             if view.call > call:
                 return Entry.DONE, view
             if member in view.members:
@@ -295,9 +270,8 @@ class Joining:
         older = [listed for listed in view.members if listed.slot == member.slot and listed < member]
         if not older or older[0] in self.ends.deaths_of(view.n):
             return False
-        fault = self.record_of(older[0]).fault(
-            older[0], None, Interruption.TERMINATED, "gave way to a newer process"
-        )
+        record, why = record_of(self.store, older[0]), "gave way to a newer process"
+        fault = record.fault(older[0], None, Interruption.TERMINATED, why)
         self.ends.log_deaths(view.n, {older[0]: fault}, ends=self.entering.may_be_active(view.n, older[0]))
         return True
 
@@ -316,8 +290,7 @@ class _Attempt:
 
     def __post_init__(self) -> None:
         self._store, self._iterations = self.joining.store, self.joining.iterations
-        longest = min(LONGEST_LOOK, max(FIRST_LOOK, self.limits.heartbeat_timeout))
-        self._pause = GrowingWait(self._store, longest=longest)
+        self._pause = FIRST_LOOK
         self._asked_at: float | None = None
         self._ended_at: float | None = None
         self._awaited_at = 0.0  # when a living member was last between two calls
@@ -330,7 +303,8 @@ class _Attempt:
             self._ask()
             self._asked_at = self._store.now()
         if self.joining.ends.outcome_of(n) is None:
-            due = self._asked_at + self._window()
+            again = min(max(0, self.joining.short_iterations_before(n) - 1), _LONGEST_WINDOW)
+            due = self._asked_at + self.limits.join_window * 2.0**again
             if not ((self._store.now() >= due and self._is_wanted()) or self._is_deserted()):
                 # Not beyond that moment; and from then on at times, should it be wanted later.
                 left = due - self._store.now()
@@ -341,8 +315,11 @@ class _Attempt:
         self.wait(keys.wake_head(n + 1))
 
     def wait(self, wake: str, at_most: float = math.inf) -> None:
-        """Waits a little for a key that wakes somebody; each time for longer."""
-        self._pause.wait(wake, at_most)
+        """Waits a little for a key that wakes somebody; each time for longer, but for those cut short."""
+        pause = min(self._pause, at_most)
+        if pause == self._pause:
+            self._pause = min(2 * pause, LONGEST_LOOK, max(FIRST_LOOK, self.limits.heartbeat_timeout))
+        self._store.hear(wake, pause)
 
     def _ask(self) -> None:
         """Asks to be let into the next iteration."""
@@ -352,10 +329,6 @@ class _Attempt:
         self._store.emit("join", iteration=self.view.n, slot=self.member.slot)
         if counts:
             self._iterations.count_deaths(self.view)
-
-    def _window(self) -> float:
-        again = min(max(0, self.joining.short_iterations_before(self.view.n) - 1), _LONGEST_WINDOW)
-        return self.limits.join_window * 2.0**again
 
     def _is_wanted(self) -> bool:
         if self.limits.on_join is not OnJoin.DEGRADED:
@@ -399,7 +372,3 @@ class _Attempt:
                 return
         hold = now - self._ended_at < self.limits.rejoin_wait
         self._iterations.advance(view, None, silent=silent, hold=hold)
-
-
-def _first_decision(members: tuple[Member, ...], limits: Limits) -> Decision:
-    return first_decision(members, limits.min_world_size, limits.max_faults, limits.fault_window)

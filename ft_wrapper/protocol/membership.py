@@ -3,26 +3,17 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from .. import exception
 from ..attribution import Interruption, out_of_memory
-from ..exception import (
-    JobEnded,
-    RankDiscarded,
-    RankExcluded,
-    RestartAbort,
-    RestartError,
-    StoreError,
-    TimeoutError,
-)
 from ..settings import Limits
 from . import Agreement, history, keys
 from .deaths import await_others, report_deaths
 from .entering import Endpoint, Sizes
-from .global_iteration import Proposed
+from .global_iteration import OnMissing, Proposed
 from .joining import Entry
-from .records import FAULT, Decision, Fault, Member, MemberRecord, View
+from .records import FAULT, Decision, Fault, Member, MemberRecord, View, record_of
 
 _A_DAY = 86400.0
 
@@ -55,7 +46,7 @@ class Membership:
     call: int = 0
     terms: dict[str, object] = dataclasses.field(default_factory=dict)
     on_member: Callable[[Member], None] | None = None
-    on_missing: Callable[[Sequence[Member], float], None] | None = None
+    on_missing: OnMissing | None = None
     heart: str | None = None
     record: MemberRecord = dataclasses.field(init=False)
     member: Member = dataclasses.field(init=False)
@@ -89,15 +80,7 @@ class Membership:
 
     def check_terms(self) -> None:
         """Checks that function and settings are the job's; a ``ValueError`` says which are not."""
-        different = self.agreement.joining.agree_on_terms(self.call, self.terms)
-        if different:
-            raise ValueError(
-                f"slot {self.slot} cannot take part in the job's call {self.call}: "
-                + ", ".join(
-                    f"{name}={own!r}, the job has {agreed!r}" for name, (own, agreed) in different.items()
-                )
-                + "; start all ranks with the same script and settings"
-            )
+        self.agreement.joining.agree_on_terms(self.slot, self.call, self.terms)
 
     def join(self, within: float | None = None) -> bool:
         """Joins the job's first iteration, or the next one of a running job; False if the call has completed.
@@ -112,7 +95,7 @@ class Membership:
         """
         try:
             return self._join(within)
-        except RankDiscarded:
+        except exception.RankDiscarded:
             raise
         except BaseException as error:
             self._withdraw(error)
@@ -146,20 +129,13 @@ class Membership:
             RankDiscarded: the others go on without this member.
             TimeoutError: too few members are left.
         """
-        step = self.agreement.iterations.await_next(
-            self.view,
-            self.member,
-            timeout=self.limits.barrier_timeout,
-            heartbeat_timeout=self.limits.heartbeat_timeout,
-            rejoin_wait=self.limits.rejoin_wait,
-            proposed=proposed,
-            on_missing=self.on_missing,
-        )
+        iterations = self.agreement.iterations
+        step = iterations.await_next(self.view, self.member, self.limits, proposed, self.on_missing)
         if step is None:
-            current = self.agreement.iterations.read_current() if self.view.decision.max_faults else None
+            current = iterations.read_current() if self.view.decision.max_faults else None
             if current is not None:
                 self._leave_if_excluded(current.decision, len(current.members))
-            raise RankDiscarded(self.explain_removal())
+            raise exception.RankDiscarded(self.explain_removal())
         before, self.view = self.view, step
         self.emit("decided", after=before.nonce)
 
@@ -177,7 +153,7 @@ class Membership:
     def _leave_if_excluded(self, decision: Decision, others: int, now: float = 0.0) -> None:
         why = history.why_out(decision, self.slot, self.record.host, now)
         if why and others >= max(1, decision.min_world_size):
-            raise RankExcluded(why)
+            raise exception.RankExcluded(why)
 
     def has_failed(self) -> bool:
         """Whether the present iteration has ended by a fault."""
@@ -196,7 +172,7 @@ class Membership:
         try:
             entering = self.agreement.entering
             return entering.await_endpoint(self.view.n, self.member, sizes, timeout, look_every)
-        except TimeoutError as error:
+        except exception.TimeoutError as error:
             self.publish(rank, error)
             return None
 
@@ -225,22 +201,18 @@ class Membership:
             ends: whether the iteration ends by it.
         """
         fault = dataclasses.replace(self._raised(rank, interruption, error), counted=self.left_by)
-        gives_up = isinstance(error, RestartAbort) or self.ended_job is not None
-        returns = self.limits.replaced and not (gives_up or isinstance(error, RankDiscarded))
+        gives_up = isinstance(error, exception.RestartAbort) or self.ended_job is not None
+        returns = self.limits.replaced and not (gives_up or isinstance(error, exception.RankDiscarded))
         try:
             if gives_up:
-                self._note_end(self.ended_job if isinstance(error, JobEnded) else None)
+                self._note_end(self.ended_job if isinstance(error, exception.JobEnded) else None)
             # A proposal under way may keep this member, if it had arrived already.
-            report_deaths(
-                self.agreement,
-                self.view,
-                {self.member: fault},
-                active=ends,
-                timeout=self.limits.barrier_timeout,
-                returns=returns,
+            dead, patience = {self.member: fault}, self.limits.barrier_timeout
+            report_deaths(self.agreement, self.view, dead, active=ends, timeout=patience, returns=returns)
+        except exception.RestartError as error:
+            self.agreement.store.warn(
+                f"the others go on without knowing that slot {self.slot} has left: {error}"
             )
-        except RestartError as error:
-            self._warn(f"the others go on without knowing that slot {self.slot} has left: {error}")
 
     def _note_end(self, by_other: str | None) -> None:
         """Anyone who starts processes again looks here whether that is of any use."""
@@ -249,7 +221,7 @@ class Membership:
 
     def await_others(self) -> None:
         """Waits until the others have gone on from the iteration that this member has left for good."""
-        with contextlib.suppress(RestartError):  # the store is gone
+        with contextlib.suppress(exception.RestartError):  # the store is gone
             await_others(self.agreement, self.view, self.limits.barrier_timeout)
 
     def await_completion(self, active_rank: int | None, active_world_size: int) -> str:
@@ -262,20 +234,19 @@ class Membership:
             RankDiscarded: the others have gone on without this member meanwhile.
         """
         n, outcome = self.view.n, None
-        if active_rank is None:
-            while outcome is None:
-                outcome = self._await_end(_A_DAY)
-        else:
+        if active_rank is not None:
             self.emit("returned")
             self.agreement.ends.finish(n, active_rank, active_world_size)
-            outcome = self.agreement.ends.wait_for_end(n, self.limits.completion_timeout)
-            while outcome is None:
+            while (outcome := self._await_end(self.limits.completion_timeout)) is None:
                 self._bring_about_completion(active_rank, active_world_size)
-                outcome = self._await_end(self.limits.completion_timeout)
+        while outcome is None:
+            # It has nothing to do but to wait for it, for a store that is out of reach too.
+            with contextlib.suppress(exception.StoreUnavailable):
+                outcome = self._await_end(_A_DAY)
         head = self.agreement.iterations.read_head()
         # Its keys may have been deleted by then, and what is there be this member's own late word.
         if head is not None and head.n > n + 1:
-            raise RankDiscarded(self.explain_removal())
+            raise exception.RankDiscarded(self.explain_removal())
         return outcome
 
     def _bring_about_completion(self, active_rank: int, active_world_size: int) -> None:
@@ -286,44 +257,36 @@ class Membership:
         late = f"ranks {missing} did not finish within completion_timeout={patience:g} s"
         if missing and self._was_completed_late:
             # A restart has not helped: they have more to do than others, and would have again.
-            self._warn(f"{late}; waiting for them, since a restart has not helped")
+            self.agreement.store.warn(f"{late}; waiting for them, since a restart has not helped")
         elif missing:
             self._was_completed_late = True
-            self.publish(active_rank, RestartError(late))
+            self.publish(active_rank, exception.RestartError(late))
 
     def _await_end(self, seconds: float) -> str | None:
-        # A rank that has nothing to do but to wait for it waits for a store that is out of reach.
-        with contextlib.suppress(exception.StoreUnavailable):
-            outcome = self.agreement.ends.wait_for_end(self.view.n, seconds)
-            if outcome is None:
-                head = self.agreement.iterations.read_head()
-                # A late wake of an end that is deleted would come again and again.
-                return FAULT if head is not None and head.n > self.view.n else None
-            return outcome
-        return None
+        outcome = self.agreement.ends.wait_for_end(self.view.n, seconds)
+        # A late wake of an end that is deleted would come again and again.
+        head = None if outcome else self.agreement.iterations.read_head()
+        return FAULT if head is not None and head.n > self.view.n else outcome
 
     def say_goodbye(self) -> None:
         """This process needs the store no more."""
-        with contextlib.suppress(RestartError):  # the store is gone
+        with contextlib.suppress(exception.RestartError):  # the store is gone
             self.agreement.ends.say_goodbye(self.member)
 
     def _join(self, within: float | None) -> bool:
         joining, limits, asked = self.agreement.joining, self.limits, None
-        if self.agreement.iterations.read_head() is None:
-            if self.slot in self.slots:
+        is_early = self.agreement.iterations.read_head() is None
+        if is_early:
+            if self.slot in self.slots:  # else the job is to grow by it
                 joining.join_first(self.member, self.slots, limits)
-                first = joining.await_first(self.member, self.slots, limits.barrier_timeout, limits)
-                if first is not None:
-                    self.view = first
-                    return True
                 asked = keys.BEFORE_FIRST
-            else:  # one that the job is to grow by
-                joining.await_head(limits.barrier_timeout)
-            if not limits.use_global_iteration:
-                raise self._refused()
-        elif not limits.use_global_iteration:
+            first = joining.await_first(self.member, self.slots, limits.barrier_timeout, limits)
+            if first is not None:
+                self.view = first
+                return True
+        if not limits.use_global_iteration:
             raise self._refused()
-        else:
+        if not is_early:
             self._refuse_what_cannot_help()
         # Longer than the members', who go on without a straggler, and with this one, when theirs ends.
         patience = limits.barrier_timeout + limits.heartbeat_timeout if within is None else within
@@ -333,15 +296,15 @@ class Membership:
             if entry is Entry.DONE:
                 return False
             if entry is Entry.TAKEN_OVER:
-                raise RankDiscarded(self._explain_takeover())
+                raise exception.RankDiscarded(self._explain_takeover())
             if entry is Entry.IN:
                 self.view = view
                 self.emit("decided")
                 return True
             if self.agreement.store.now() >= until:
                 late = f"did not get in within {within:g} s: the others went on too fast"
-                raise TimeoutError(f"{self.member.name} {late}")
-            self._warn(f"{self.member.name} was passed over for too long, and joins again")
+                raise exception.TimeoutError(f"{self.member.name} {late}")
+            self.agreement.store.warn(f"{self.member.name} was passed over for too long, and joins again")
             asked = None
             self.register()
 
@@ -357,7 +320,8 @@ class Membership:
         fault = history.fault_that_ends_job(view.decision, self.limits.max_same_faults)
         if view.call == self.call and fault is not None:
             self._note_end(fault.description)
-            raise JobEnded(f"slot {self.slot} comes too late: the job was ended by {fault.description}")
+            late = f"slot {self.slot} comes too late: the job was ended by {fault.description}"
+            raise exception.JobEnded(late)
 
     def emit(self, event: str, **fields: object) -> None:
         """Notes what this member does in the present iteration; see `events`.
@@ -373,26 +337,21 @@ class Membership:
     def _withdraw(self, error: BaseException) -> None:
         """This process gives up before it is in: no one shall wait for it."""
         fault = self._raised(None, Interruption.BASE_EXCEPTION, error)
-        try:
+        joining, read_head = self.agreement.joining, self.agreement.iterations.read_head
+        with contextlib.suppress(Exception):  # the error that counts is on its way
             # A decision under way may have this member in it. Then the others have to be told until they go
             # on without it: nothing watches it any more.
-            may_be_in = self.agreement.iterations.read_head() is not None
-            if not may_be_in:
-                joined = self.agreement.joining.joined_first()
-                dead = self.agreement.ends.deaths_of(keys.BEFORE_FIRST)  # read second, as in `advance`
-                may_be_in = {member.slot for member in joined - dead}.issuperset(self.slots)
-            if isinstance(error, TimeoutError) and self.agreement.iterations.read_head() is None:
+            may_be_in = read_head() is not None or joining.living_joiners().keys() >= {*self.slots}
+            if isinstance(error, exception.TimeoutError) and read_head() is None:
                 # The others name those who did not come, not this one.
                 self.agreement.ends.give_up(keys.BEFORE_FIRST, self.member)
-                if self.agreement.iterations.read_head() is None and not may_be_in:
+                if read_head() is None and not may_be_in:
                     return
             timeout = self.limits.barrier_timeout if may_be_in else 0.0
             report_deaths(self.agreement, None, {self.member: fault}, active=True, timeout=timeout)
-        except Exception:
-            pass  # the error that counts is on its way
 
-    def _refused(self) -> RankDiscarded:
-        return RankDiscarded(
+    def _refused(self) -> exception.RankDiscarded:
+        return exception.RankDiscarded(
             f"slot {self.slot} came when the job was already on, and cannot join it: iteration numbers are "
             "not global; use @Wrapper(use_global_iteration=True) on all ranks, or start the whole job again"
         )
@@ -405,7 +364,7 @@ class Membership:
         limit = f"barrier_timeout={self.limits.barrier_timeout:g} s"
         late = f"it took longer than {limit} to leave the function"
         why = f"it was declared dead, or {late}"  # the keys of an old iteration are deleted
-        with contextlib.suppress(StoreError):
+        with contextlib.suppress(exception.StoreError):
             if self.member in ends.deaths_of(n):
                 messages = [fault.message for fault in ends.faults_of(n) if fault.member == self.member]
                 why = " ".join(["it was declared dead", *(f"({message})" for message in messages[-1:])])
@@ -415,15 +374,12 @@ class Membership:
 
     def _explain_takeover(self) -> str:
         joining, own = self.agreement.joining, self.record
-        record = joining.record_of(joining.newest_of(self.slot))
+        record = record_of(joining.store, joining.newest_of(self.slot))
         return (
             f"slot {self.slot} was taken over by process {record.pid} on {record.host}; this is process "
             f"{own.pid} on {own.host}: no slot can be held by two processes, so make sure that each RANK is "
             "started once"
         )
-
-    def _warn(self, message: str) -> None:
-        self.agreement.store.warn(message)
 
     def fault(self, rank: int | None, interruption: Interruption, message: str) -> Fault:
         """A fault of this member."""

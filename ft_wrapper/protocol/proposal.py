@@ -1,9 +1,10 @@
 """From what the store has of an iteration that ended to the decision of the next one. Pure."""
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 from ..exception import InternalError
+from ..settings import Limits
 from . import keys
 from .history import Judgement, count_same_faults
 from .records import DONE, RETURNS, ArrivalEntry, Decision, Member, View
@@ -91,12 +92,7 @@ def awaited_replacements(found: Evidence, chosen: Candidates, verdict: Judgement
 
 
 def next_decision(
-    view: View,
-    found: Evidence,
-    chosen: Candidates,
-    verdict: Judgement,
-    spares: Collection[Member] = (),
-    active: int = 0,
+    view: View, found: Evidence, chosen: Candidates, verdict: Judgement, spares: set[Member], active: int
 ) -> Decision:
     """The decision of the iteration after one.
 
@@ -123,7 +119,7 @@ def next_decision(
         raise InternalError(f"the ranks of iteration {view.n} do not fit together: {', '.join(ranks)}")
     size = sizes.pop() if kept else 0  # or no one is left of that world: a new one of newcomers alone
     known = {member: arrival.rank for member, arrival in arrived.items() if arrival.world_size == size}
-    world = widen(size, known, kept, removed, newcomers, set(spares).intersection(kept), active)
+    world = widen(size, known, kept, removed, newcomers, spares.intersection(kept), active)
     removed = tuple(sorted(removed + world.moved))
     return dataclasses.replace(
         before,
@@ -142,25 +138,22 @@ def next_decision(
     )
 
 
-def first_decision(
-    members: Iterable[Member], min_world_size: int, max_faults: int | None, fault_window: float
-) -> Decision:
+def first_decision(members: tuple[Member, ...], limits: Limits) -> Decision:
     """The decision that a job begins with: all its members get their ranks by slot."""
-    joined = tuple(members)
-    ranks, n = tuple(range(len(joined))), keys.BEFORE_FIRST + 1
+    ranks, n = tuple(range(len(members))), keys.BEFORE_FIRST + 1
     return Decision(
         call=0,
         n=n,
         first=n,
         removed=(),
         ranks=(),
-        joined=joined,
+        joined=members,
         joined_ranks=ranks,
         inserted=ranks,
-        world_size=len(joined),
-        min_world_size=min_world_size,
-        max_faults=max_faults or 0,
-        fault_window=fault_window if max_faults else 0.0,
+        world_size=len(members),
+        min_world_size=limits.min_world_size,
+        max_faults=limits.max_faults or 0,
+        fault_window=limits.fault_window if limits.max_faults else 0.0,
     )
 
 

@@ -11,6 +11,7 @@ from ..attribution import Interruption, InterruptionRecord
 from ..exception import StoreError
 from . import keys
 from .codec import Record, typed
+from .operations import Operations, read
 
 FAULT = "fault"
 DONE = "done"
@@ -267,24 +268,16 @@ class Decision(Record):
     blamed: tuple[Blamed, ...] = ()
     excluded: str = ""
 
-    def __post_init__(self) -> None:
-        if len(self.joined) != len(self.joined_ranks):
-            raise ValueError("joined and joined_ranks differ in length")
-
     def rank_of(self, member: Member, before: int | None) -> int:
         """The rank of a member in the widened world.
 
         Args:
             member: who.
             before: its rank in the iteration that ended; None if it joins.
-
-        Raises:
-            ValueError: it has no rank before, and does not join in this decision.
         """
         if member in self.joined:
             return self.joined_ranks[self.joined.index(member)]
-        if before is None:
-            raise ValueError(f"{member} does not join in iteration {self.n}, and has no rank before it")
+        assert before is not None, f"{member} does not join in iteration {self.n}"
         for inserted in self.inserted:
             before += inserted <= before
         return before
@@ -354,6 +347,17 @@ def roster_from_json(text: str, key: str) -> tuple[Member, ...]:
         )
     except (TypeError, ValueError):
         raise StoreError(f"store key {key!r} holds {text!r}, which is no roster") from None
+
+
+def record_of(store: Operations, member: Member) -> MemberRecord:
+    """What is known of a member's process; nothing if its record is gone.
+
+    Raises:
+        StoreError: it cannot be read; names the key.
+    """
+    key = keys.member(str(member))
+    text = read(store, key)
+    return MemberRecord() if text is None else MemberRecord.from_json(text, key)
 
 
 # Logs and registers, taken apart --------------------------------------------------------------------------

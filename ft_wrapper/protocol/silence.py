@@ -9,8 +9,8 @@ from typing import Generic, TypeVar
 
 from ..settings import Limits
 from . import keys, operations
-from .operations import LAPSED, Beat, Operations, read
-from .records import Member, MemberRecord
+from .operations import LAPSED, Beat, Operations
+from .records import Member, record_of
 
 K = TypeVar("K", bound=Hashable)
 _LASTS = Limits.heartbeat_timeout / 2
@@ -50,9 +50,7 @@ class Heartbeats:
 
     def heart_of(self, member: Member) -> str:
         """The name of the heart that beats for a member, as its record says; its own one without a record."""
-        key = keys.member(str(member))
-        record = read(self.store, key)
-        return (record and MemberRecord.from_json(record, key).heart) or str(member)
+        return record_of(self.store, member).heart or str(member)
 
     def get_heartbeat(self, member: Member) -> int:
         """A number that moves as long as a member's heart beats; see `Beats`."""

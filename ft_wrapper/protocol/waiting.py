@@ -1,6 +1,7 @@
 """Waiting for a key that may never be written: looks at growing intervals, by few members at a time."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 from .operations import Operations
@@ -21,41 +22,14 @@ class Moment:
     Args:
         number: how many were before it.
         waited: seconds since the wait began.
-        remaining: seconds until the timeout; none in the last look.
+        is_last: whether the timeout has passed.
         value: what the wake key holds; empty if the store does not tell that; None if it is absent.
     """
 
     number: int
     waited: float
-    remaining: float
+    is_last: bool
     value: str | None
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the timeout has passed."""
-        return self.remaining <= 0
-
-
-@dataclasses.dataclass
-class GrowingWait:
-    """Waits for keys, each time twice as long as the time before.
-
-    Args:
-        store: where.
-        pause: seconds of the next wait.
-        longest: seconds that no wait exceeds.
-    """
-
-    store: Operations
-    pause: float = FIRST_LOOK
-    longest: float = LONGEST_LOOK
-
-    def wait(self, key: str, at_most: float) -> str | None:
-        """Waits for a key that wakes somebody, see `Operations.hear`; a shorter wait makes none longer."""
-        pause = min(self.pause, at_most)
-        if pause == self.pause:
-            self.pause = min(2 * self.pause, self.longest)
-        return self.store.hear(key, pause)
 
 
 def looks(
@@ -67,7 +41,7 @@ def looks(
     longest: float = LONGEST_LOOK,
     also_after: float = 0.0,
 ) -> Iterator[Moment]:
-    """Looks once the wake key is written, at growing intervals without it, and at the timeout.
+    """Looks once the wake key is written, at growing intervals without it, and at the timeout: at least once.
 
     Args:
         store: where.
@@ -77,15 +51,17 @@ def looks(
         longest: seconds between two looks at most.
         also_after: seconds after which there is a look in any case.
     """
-    start, pause, number, remaining = store.now(), first, 0, timeout
-    while remaining > 0:
+    start, pause = store.now(), first
+    for number in itertools.count():
         waited = store.now() - start
         until = min(pause, timeout - waited, also_after - waited if waited < also_after else pause)
         value = store.hear(wake, until)
         waited = store.now() - start
-        remaining = timeout - waited
-        yield Moment(number, waited, remaining, value)
-        pause, number = min(2 * pause, longest), number + 1
+        is_last = waited >= timeout
+        yield Moment(number, waited, is_last, value)
+        if is_last:
+            return
+        pause = min(2 * pause, longest)
 
 
 def stagger(position: int) -> float:

@@ -11,7 +11,7 @@ from .._text import IN_LINE, cut, duration, plural
 from ..attribution import Interruption, by_blame
 from ..protocol import Agreement
 from ..protocol.operations import Operations
-from ..protocol.records import Fault, GroupSequence, Member, View
+from ..protocol.records import Fault, GroupSequence, Member, View, record_of
 from ..state import State
 
 _SHOWN = 4  # faults and promotions named in a line; the others are counted
@@ -243,7 +243,7 @@ def describe_faults(faults: Sequence[Fault]) -> str:
 
 def host_and_pid(store: Operations, member: Member) -> tuple[str, int]:
     """Where a member runs that has not published its fault itself; empty and 0 if that is not known."""
-    record = Agreement(store).joining.record_of(member)
+    record = record_of(store, member)
     return record.host, record.pid or 0
 
 

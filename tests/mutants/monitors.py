@@ -88,53 +88,53 @@ MUTANTS = [
     _job(
         "death-counted-before-it-is-logged",
         DEATH,
-        """                agreement.ends.log_deaths(n, inside, ends=active, returns=returns)
-                agreement.iterations.count_deaths(view, len(inside))
+        """            ends.log_deaths(n, inside, ends=active, returns=returns)
+            iterations.count_deaths(view, len(inside))
 """,
-        """                agreement.iterations.count_deaths(view, len(inside))
-                agreement.ends.log_deaths(n, inside, ends=active, returns=returns)
+        """            iterations.count_deaths(view, len(inside))
+            ends.log_deaths(n, inside, ends=active, returns=returns)
 """,
         "who makes the count full finds the death in the log",
     ),
     _job(
         "death-uncounted",
         DEATH,
-        "                agreement.iterations.count_deaths(view, len(inside))\n",
+        "            iterations.count_deaths(view, len(inside))\n",
         "",
         "who logs the last death decides at once",
     ),
     _job(
         "told-once",
         DEATH,
-        "                kept |= agreement.iterations.arrivals_of(n) & inside.keys()\n",
+        "            kept |= iterations.arrivals_of(n) & inside.keys()\n",
         "",
         "a proposal that was under way may have kept the dead member",
     ),
     _job(
         "told-once-before-the-first",
         DEATH,
-        "            kept = agreement.iterations.joins_of(n) & dead.keys()\n        else:",
-        "            kept = set()\n        else:",
+        "if view is None or ends.outcome_of(n) is not None:",
+        "if view is not None and ends.outcome_of(n) is not None:",
         "the first decision may have been under way",
     ),
     _job(
         "told-once-of-a-joiner",
         DEATH,
-        "                    kept |= agreement.iterations.joins_of(n) & outside.keys()\n",
-        "                    pass\n",
+        "if view is None or ends.outcome_of(n) is not None:",
+        "if view is None:",
         "a proposal that was under way may let the dead joiner in",
     ),
     _job(
         "told-of-the-iteration-before",
         DEATH,
-        "if view is None or head != view.head:",
-        "if view is None:",
+        "if head is not None and (view is None or head != view.head):",
+        "if head is not None and view is None:",
         "the death is logged where the member is listed now",
     ),
     _job(
         "spare-by-an-old-iteration",
         DEATH,
-        "                active = any(agreement.entering.may_be_active(view.n, member) for member in dead)\n",
+        "            active = any(agreement.entering.may_be_active(view.n, member) for member in dead)\n",
         "",
         "who was a spare may be active in the next iteration",
     ),

@@ -264,7 +264,7 @@ MUTANTS = [
     _job(
         "waits-for-replacements-for-ever",
         ITERATION,
-        "hold = look.waited < rejoin_wait",
+        "hold = look.waited < limits.rejoin_wait",
         "hold = True",
         "a replacement that does not come is waited for only rejoin_wait",
     ),
@@ -292,8 +292,8 @@ MUTANTS = [
     _job(
         "endpoint-outlives-its-iteration",
         ENTERING,
-        "            if self._ends.outcome_of(n) == FAULT:\n                return None\n            if remaining",
-        "            if remaining",
+        "            if self._ends.outcome_of(n) == FAULT:\n                return None\n",
+        "",
         "no one waits for the address of a rank 0 whose iteration has ended",
     ),
     _job(
@@ -370,8 +370,8 @@ MUTANTS = [
     _job(
         "done-by-the-count",
         ENDS,
-        "        if len(self.finished_in(n)) < active_world_size:\n            return self.outcome_of(n)\n",
-        "",
+        "        if len(self.finished_in(n)) >= active_world_size:\n",
+        "        if True:\n",
         "the log decides who has finished: a lost answer may count twice",
     ),
     _job(
@@ -384,8 +384,8 @@ MUTANTS = [
     _job(
         "done-with-one-missing",
         ENDS,
-        "if len(self.finished_in(n)) < active_world_size:",
-        "if len(self.finished_in(n)) < active_world_size - 1:",
+        "if len(self.finished_in(n)) >= active_world_size:",
+        "if len(self.finished_in(n)) >= active_world_size - 1:",
         "the iteration is done once all active ranks have finished",
     ),
     _job(
@@ -547,7 +547,7 @@ MUTANTS = [
     _job(
         "window-does-not-grow",
         JOINING,
-        "again = min(max(0, self.joining.short_iterations_before(self.view.n) - 1), _LONGEST_WINDOW)",
+        "again = min(max(0, self.joining.short_iterations_before(n) - 1), _LONGEST_WINDOW)",
         "again = 0",
         "in a crash loop joins are gathered for longer and longer",
     ),
@@ -608,7 +608,7 @@ MUTANTS = [
     _job(
         "reads-a-late-word",
         JOB,
-        "        if head is not None and head.n > n + 1:\n            raise RankDiscarded(self.explain_removal())\n",
+        "        if head is not None and head.n > n + 1:\n            raise exception.RankDiscarded(self.explain_removal())\n",
         "",
         "who was passed over does not believe what it has said itself since",
     ),
@@ -629,8 +629,8 @@ MUTANTS = [
     _job(
         "leaves-without-a-word",
         JOB,
-        "                active=ends,\n",
-        "                active=False,\n",
+        "active=ends,",
+        "active=False,",
         "an active rank that leaves ends the iteration",
     ),
     # Who is silent
@@ -687,15 +687,15 @@ MUTANTS = [
     _job(
         "nobody-has-entered-and-it-is-a-spare",
         ENTERING,
-        "return meeting is None or len(taken)",
-        "return meeting is not None and len(taken)",
+        "return not active or len(taken)",
+        "return active and len(taken)",
         "as long as no one has entered anybody may be active",
     ),
     _job(
         "spare-once-anybody-has-entered",
         ENTERING,
-        "return meeting is None or len(taken) < active_ranks_in(n, meeting)",
-        "return meeting is None",
+        "return not active or len(taken) < active",
+        "return not active",
         "a spare is known once others have all of the active ranks",
     ),
     _job(

@@ -201,8 +201,8 @@ class ReusedList(GlobalIteration):
 
 
 class LocalNumber(GlobalIteration):
-    def await_next(self, view: View, member: Member, **how: Any) -> View | None:
-        following = super().await_next(view, member, **how)
+    def await_next(self, view: View, member: Member, limits: Limits, *more: Any) -> View | None:
+        following = super().await_next(view, member, limits, *more)
         if following is not None:
             return following
         first, size = view.decision.first, len(view.members)
@@ -364,12 +364,12 @@ class SuspectsLoggedWatch(NeighbourWatch):
 
 
 class Unbounded(GlobalIteration):
-    def await_next(self, view: View, member: Member, **how: Any) -> View | None:
-        deadline = self.store.now() + how["timeout"]
+    def await_next(self, view: View, member: Member, limits: Limits, *more: Any) -> View | None:
+        deadline = self.store.now() + limits.barrier_timeout
         while self.store.hear(keys.wake_head(view.n + 1), 1.0) is None:
             if self.read_head() == view.head:
                 self.advance(view, member, drop_missing=self.store.now() >= deadline)
-        return super().await_next(view, member, **how)
+        return super().await_next(view, member, limits, *more)
 
     def decide(self, head: Head | None, decision: Decision, members: tuple[Member, ...]) -> Proposed:
         if self.read_head() != head:  # a late proposal wakes no one again, either

@@ -76,7 +76,7 @@ def test_another_failure_is_not_taken_for_the_same(mistake: Mistake) -> None:
 
 
 def test_story_is_told_in_order(mistake: Mistake) -> None:
-    late, early = Disturbance("pause", 2, 27, 5.0), Disturbance("repeat", 0, 9)
+    late, early = Disturbance("pause", 2, 26, 5.0), Disturbance("repeat", 0, 8)
     again = attempt(mistake.make, Scenario(disturbances=(late, CRASH, early)), SwitchPolicy(()))
     assert again is not None
     assert again.story == (

@@ -975,14 +975,15 @@ def test_store_of_an_iteration_speaks_of_the_whole_job(job: AnyJob) -> None:
 
 def test_job_of_the_wrapper_is_joined_by_the_wrapper_only() -> None:
     store = FakeStore(Scheduler())
-    Agreement(store).joining.agree_on_terms(0, {"function": "train"})
+    Agreement(store).joining.agree_on_terms(0, 0, {"function": "train"})
     with pytest.raises(RestartError, match="the job runs under the wrapper"):
         store.handle_rank_restart(1, TIMEOUT, rank=0)
     assert (
         Agreement(store).iterations.read_head() is None
         and Agreement(store).joining.newest_of(0).incarnation == -1
     )
-    assert Agreement(Job().store).joining.agree_on_terms(0, {"function": "train"})  # nor the other way round
+    with pytest.raises(ValueError, match="the job has 'by hand'"):  # nor the other way round
+        Agreement(Job().store).joining.agree_on_terms(0, 0, {"function": "train"})
 
 
 def test_wrapped_function_cannot_join_or_leave_by_itself(job: AnyJob) -> None:

@@ -168,7 +168,7 @@ def test_keys_do_not_grow_with_the_iterations(store: StoreMixin) -> None:
 def test_the_keys_of_superseded_members_and_past_calls_go(job_store: StoreMixin) -> None:
     store = job_store
     view, members = formed_in(store, [0, 1])
-    Agreement(store).joining.agree_on_terms(0, {})
+    Agreement(store).joining.agree_on_terms(0, 0, {})
     newer = Agreement(store).joining.register(1)
     assert Agreement(store).joining.register(1) == Member(1, 2)
     for _ in range(3):

@@ -11,9 +11,10 @@ from store_jobs import Script, delete_past, formed, formed_in, go_on, meanwhile
 
 from ft_wrapper.exception import StoreError, TimeoutError
 from ft_wrapper.protocol import Agreement, keys
+from ft_wrapper.protocol.global_iteration import OnMissing
 from ft_wrapper.protocol.joining import Entry
 from ft_wrapper.protocol.membership import Membership
-from ft_wrapper.protocol.records import DONE, FAULT, Decision, Member, View
+from ft_wrapper.protocol.records import DONE, FAULT, Decision, Member, View, record_of
 from ft_wrapper.rank_assignment import RankDiscarded
 from ft_wrapper.settings import Limits, OnJoin
 from ft_wrapper.store import StoreMixin
@@ -232,9 +233,17 @@ def test_a_member_that_falls_silent_between_calls_is_gone_on_without(heard_for: 
     assert heard_for + 10.0 <= store.now() < heard_for + 30.0  # heartbeat_timeout, and the next looks
 
 
-def await_next(store: StoreMixin, view: View, member: Member, **how: Any) -> Any:
+def await_next(
+    store: StoreMixin,
+    view: View,
+    member: Member,
+    timeout: float,
+    rejoin_wait: float = 0.0,
+    on_missing: OnMissing | None = None,
+) -> View | None:
     Agreement(store).iterations.arrive(view, member, view.members.index(member), len(view.members))
-    return Agreement(store).iterations.await_next(view, member, heartbeat_timeout=10.0, **how)
+    limits = Limits(heartbeat_timeout=10.0, barrier_timeout=timeout, rejoin_wait=rejoin_wait)
+    return Agreement(store).iterations.await_next(view, member, limits, on_missing=on_missing)
 
 
 def test_who_was_passed_over_needs_a_new_incarnation() -> None:
@@ -346,18 +355,23 @@ def test_no_restart_waits_for_a_replacement_that_nobody_lacks(job_store: StoreMi
 
 
 def test_terms_that_differ_are_named(job_store: StoreMixin) -> None:
-    assert Agreement(job_store).joining.agree_on_terms(0, {"function": "f", "size": 3}) == {}
-    assert Agreement(job_store).joining.agree_on_terms(0, {"function": "f", "size": 3}) == {}
-    assert Agreement(job_store).joining.agree_on_terms(0, {"function": "f", "size": 4}) == {"size": (4, 3)}
-    assert Agreement(job_store).joining.agree_on_terms(0, {"function": "f"}) == {"size": (None, 3)}
-    assert Agreement(job_store).joining.agree_on_terms(1, {"function": "g"}) == {}
+    joining = Agreement(job_store).joining
+    joining.agree_on_terms(0, 0, {"function": "f", "size": 3})
+    joining.agree_on_terms(1, 0, {"function": "f", "size": 3})
+    with pytest.raises(
+        ValueError, match="slot 1 cannot take part in the job's call 0: size=4, the job has 3;"
+    ):
+        joining.agree_on_terms(1, 0, {"function": "f", "size": 4})
+    with pytest.raises(ValueError, match="size=None, the job has 3;"):
+        joining.agree_on_terms(1, 0, {"function": "f"})
+    joining.agree_on_terms(0, 1, {"function": "g"})
 
 
 def test_another_version_is_refused(job_store: StoreMixin) -> None:
     job_store.set(keys.VERSION, "0")
     before = job_store.list_keys()
     with pytest.raises(StoreError, match="version 0 of the keys, this process version 1"):
-        Agreement(job_store).joining.register(0)
+        Membership(Agreement(job_store), 0, [0, 1], Limits()).register()
     assert job_store.list_keys() == before
 
 
@@ -375,9 +389,12 @@ GARBAGE: dict[str, tuple[Callable[[View], str], Callable[[StoreMixin, View], Any
     "end": (lambda view: keys.end(0), lambda store, view: Agreement(store).ends.outcome_of(0)),
     "member": (
         lambda view: keys.member("0:0"),
-        lambda store, view: Agreement(store).joining.record_of(Member(0, 0)),
+        lambda store, view: record_of(store, Member(0, 0)),
     ),
-    "terms": (lambda view: keys.terms(0), lambda store, view: Agreement(store).joining.agree_on_terms(0, {})),
+    "terms": (
+        lambda view: keys.terms(0),
+        lambda store, view: Agreement(store).joining.agree_on_terms(0, 0, {}),
+    ),
     "joins": (lambda view: keys.join(0), lambda store, view: Agreement(store).iterations.joins_of(0)),
     "deaths": (lambda view: keys.dead(0), lambda store, view: Agreement(store).ends.deaths_of(0)),
     "arrivals": (
