@@ -92,11 +92,8 @@ class ByHand(Operations):
         """
         job = self._job
         job.wait_for_global_iteration_ready(timeout)
-        view = self._agreement.iterations.read_current()
-        assert view is not None, "head is never deleted"
         # All are looked at each time: silence is what lies between two looks.
-        alive = sorted(set(view.members) - self._agreement.ends.deaths_of(view.n))
-        heard = [member.slot for member in alive if job._stillness(member) < heartbeat_timeout]
+        heard = [one.slot for one in job._living() if job._stillness(one) < heartbeat_timeout]
         return {slot for slot in heard if slot < world_size}
 
     def elect_coordinator(
@@ -315,11 +312,13 @@ class ByHand(Operations):
         own.member, own.view = self.membership.member, self.membership.view
         return own
 
-    def _coordinator(self) -> Member | None:
+    def _living(self) -> list[Member]:
+        """The members of the iteration that is on, but for the logged dead; none before the first one."""
         view = self._agreement.iterations.read_current()
-        if view is None:
-            return None
-        return min(set(view.members) - self._agreement.ends.deaths_of(view.n), default=None)
+        return [] if view is None else sorted(set(view.members) - self._agreement.ends.deaths_of(view.n))
+
+    def _coordinator(self) -> Member | None:
+        return next(iter(self._living()), None)
 
     def _stillness(self, member: Member) -> float:
         """Seconds for which this client has seen a member's heartbeat stand still; 0 for its own member."""
