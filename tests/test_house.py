@@ -53,7 +53,7 @@ LINES = {
     "cli": Budget(700, 820, SHELL),
     "restart": Budget(1200, 1548, CORE),
     "rank_assignment": Budget(500, 504, CORE),
-    "protocol": Budget(2170, 2428, CORE),
+    "protocol": Budget(2170, 2278, CORE),
     "store": Budget(1670, 1894, CORE),
     "monitor": Budget(2210, 2457, CORE),
     "torch_groups": Budget(1185, 1288, CORE),
@@ -77,7 +77,7 @@ CLASSES_TWICE = {
     SHELL: {"Entry", "FT", "Fault", "Job", "Policy"},
 }
 FUNCTIONS_TWICE = {
-    CORE: {"heartbeat", "iteration_of", "read"},
+    CORE: {"iteration_of", "read"},
     SHELL: {"check", "main", "make_report", "pack", "seed", "show"},
 }
 

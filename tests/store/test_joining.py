@@ -246,6 +246,18 @@ def await_next(
     return Agreement(store).iterations.await_next(view, member, limits, on_missing=on_missing)
 
 
+def test_one_that_the_job_is_to_grow_by_waits_for_the_first_decision(job_store: StoreMixin) -> None:
+    joining = Agreement(job_store).joining
+    first, second, grower = (joining.register(slot) for slot in range(3))
+    joining.join_first(first, [0, 1])
+    with pytest.raises(TimeoutError, match=r"ranks \[1\] of 2 are missing"):
+        joining.await_first(grower, [0, 1], 0.0)
+    joining.join_first(second, [0, 1])
+    assert joining.await_first(grower, [0, 1], 20.0) is None
+    view = Agreement(job_store).iterations.read_current()
+    assert view is not None and view.members == (first, second)
+
+
 def test_who_was_passed_over_needs_a_new_incarnation() -> None:
     store, view, members = formed([0, 1])
     newcomer = Agreement(store).joining.register(2)
