@@ -115,7 +115,6 @@ def expected_form(plan: Plan) -> Expected:
     return _all(
         _claim("version", "1"),
         _claim("1/terms/0", terms),
-        _claim("version", "1"),
         _add(f"1/incarnations/{slot}"),
         _write(f"1/member/{slot}:0", json.dumps(record)),
         *heart,

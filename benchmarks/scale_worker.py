@@ -286,7 +286,7 @@ class Rank:
         if endpoint is None and self.job.await_endpoint(rank, sizes) is None:
             raise RuntimeError(f"{member} was told no endpoint")
         self.stamps.entered = time.monotonic()
-        if view.n > view.first:  # the monitor thread does this
+        if not view.is_first:  # the monitor thread does this
             Agreement(self.thread_store).entering.count_active(view.n)
 
     def lose(self) -> None:
