@@ -64,9 +64,7 @@ def report_deaths(
         said = dict.fromkeys(dead)
         # A later proposer reads the log. Only a proposal that was under way may have read it too early,
         # and it takes a member only if that had arrived (or joined) before.
-        if not kept:
-            return
-        if not _await_move(agreement, n, view, deadline - store.now()):
+        if not (kept and _await_move(agreement, n, view, deadline - store.now())):
             return
 
 

@@ -248,6 +248,7 @@ class GlobalIteration:
                 if head != view.head:
                     return self._follow(view, member, head)
                 if look.is_last:
+                    # As before the proposal: one who arrives during that may not be seen by it, and decide.
                     awaited = set(missing) - silent
                     if not (between_calls and awaited):
                         absent = sorted(one.slot for one in set(view.members) - arrived)

@@ -95,10 +95,9 @@ class Membership:
         """
         try:
             return self._join(within)
-        except exception.RankDiscarded:
-            raise
         except BaseException as error:
-            self._withdraw(error)
+            if not isinstance(error, exception.RankDiscarded):
+                self._withdraw(error)
             raise
 
     def go_on(self, rank: int, world_size: int) -> None:
