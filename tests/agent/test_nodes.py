@@ -139,7 +139,7 @@ class Cluster:
         host, _, port = self._endpoint.rpartition(":")
         with contextlib.closing(TCPStore(host, int(port))) as store:
             agents = PrefixStore(agents_prefix(0), store.torch_store)
-            agents.wait([f"said/{node_id}"], timedelta(seconds=TIMEOUT))
+            agents.wait([f"end/{node_id}"], timedelta(seconds=TIMEOUT))
 
     def await_first(self) -> None:
         """Waits until the first node has said which options are the job's: others are compared with these."""
