@@ -443,7 +443,7 @@ def test_ranks_that_never_come_are_named(job: Job) -> None:
     job.start(3, calls, SHORT, slots=[0, 2])
     job.wait_for_end()
     for slot in (0, 2):
-        assert job[slot].error == "TimeoutError"
+        assert job[slot].error == "RestartTimeout"
         assert "ranks [1] of 3 are missing" in job[slot].text
         assert "within 4 s" in job[slot].text
 
@@ -482,5 +482,5 @@ def test_too_few_files_are_named(job: Job, more: int) -> None:
     assert job[1].error == "OSError"
     assert "[Errno 24] Too many open files: rank 1 needs" in job[1].text
     assert "raise the limit (ulimit -n)" in job[1].text
-    assert job[0].error == "TimeoutError"
+    assert job[0].error == "RestartTimeout"
     assert "ranks [1] of 2 are missing" in job[0].text

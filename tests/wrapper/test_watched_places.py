@@ -178,6 +178,6 @@ def test_a_rank_that_hangs_anywhere_is_ended(job: Job, place: str) -> None:
         elif slot == 1:
             assert " in _settle: " in line
     if place == "a destructor before the call":
-        assert job[0].error == "TimeoutError"
+        assert job[0].error == "RestartTimeout"
     else:
         assert job[0].value is not None
