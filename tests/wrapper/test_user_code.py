@@ -218,14 +218,14 @@ class SignalsItself(Finalize):
 def is_signalled(rank: Rank, place: str) -> Any:
     """A signal whose handler raises an `Exception` comes at some place of the wrapper's own."""
     if rank.slot == 1 and place == "while it gets its rank":
-        take = call.Call.take
+        take = call.Call.apply_state
 
         def take_signalled(self: call.Call, state: State) -> bool:
             if self.own.member.view.n == 1:
                 os.kill(os.getpid(), signal.SIGCHLD)
             return take(self, state)
 
-        call.Call.take = take_signalled  # type: ignore[method-assign]
+        call.Call.apply_state = take_signalled  # type: ignore[method-assign]
     if rank.slot == 1 and place == "while it waits for the others":
         await_completion = loop.Membership.await_completion
 
