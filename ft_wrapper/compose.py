@@ -142,8 +142,8 @@ def check_plug_in(name: str, value: Any, kind: Any) -> Any:
 
     Args:
         name: of the argument of `Wrapper`.
-        value: the plug-in. Of a `Compose` each part must be one. Of these only the right-most is known to
-            get one argument: the others get what another part returns.
+        value: the plug-in. Each part of a `Compose` must be one. Only the right-most is known to take one
+            argument; every other part takes what its neighbour returns.
         kind: the plug-ins' base class.
 
     Raises:

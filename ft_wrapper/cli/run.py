@@ -89,7 +89,7 @@ def run(options: Options) -> int:
 
 
 def _conclude(options: Options, result: JobResult) -> int:
-    """Writes the result down where that is wanted; returns the exit code."""
+    """Writes the result file, if one was asked for; returns the exit code."""
     if result.verdict == "drained":
         result = dataclasses.replace(result, exit_code=options.drained_exit_code)
     if options.result_file:

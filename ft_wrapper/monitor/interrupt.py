@@ -403,7 +403,7 @@ class Deferral:
         return all(map(self._has_waited, wrong.frames)) and not self._is_cleaning_up(handled)
 
     def _has_waited(self, frame: FrameType) -> bool:
-        """Whether a frame has been at wrong places for so long that this does not count any more."""
+        """Whether a frame has been at wrong places too long for them to count."""
         since = self._wrong_since.get(frame)
         return since is not None and time.monotonic() - since >= self._grace
 

@@ -129,7 +129,7 @@ class KeptHandlers:
                 _setsignal(signum, handler.handler)
 
     def forget(self) -> None:
-        """Logs what was raised; to be called where it makes no difference any more."""
+        """Logs what was raised, once it can no longer change anything."""
         while self._kept:
             error = self._kept.pop(0)
             logger.warning("a signal handler raised %r outside of the function: ignored", error)

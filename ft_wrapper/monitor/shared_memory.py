@@ -292,7 +292,7 @@ class RankMemory(ctypes.Structure):
             else:
                 note()
             began[0] = now()
-            number[0] = n  # the last: it says that the others are there
+            number[0] = n  # written last: it marks the others as valid
             note()
 
         begin = step

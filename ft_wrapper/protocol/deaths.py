@@ -55,7 +55,7 @@ def report_deaths(
             ends.log_deaths(n, inside, ends=active, returns=returns)
             iterations.count_deaths(view, len(inside))
             kept |= iterations.arrivals_of(n) & inside.keys()
-        # The others may have asked to join. While n runs, each later proposer still reads the log.
+        # Members outside may have asked to join. While n runs, every later proposer reads the log.
         outside = said if view is None else dict.fromkeys(dead.keys() - inside.keys())
         if outside:
             ends.log_deaths(n, outside, ends=False, returns=returns)

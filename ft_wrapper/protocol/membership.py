@@ -87,7 +87,7 @@ class Membership:
 
         Args:
             within: seconds after which it gives up; None for somewhat longer than members wait for each
-                other, and as often as the others go on without it.
+                other; it then joins again whenever it is passed over.
 
         Raises:
             TimeoutError: not all slots joined in time, or an iteration was not followed by another one.
@@ -209,9 +209,7 @@ class Membership:
             dead, patience = {self.member: fault}, self.limits.barrier_timeout
             report_deaths(self.agreement, self.view, dead, active=ends, timeout=patience, returns=returns)
         except exception.RestartError as error:
-            self.agreement.store.warn(
-                f"the others go on without knowing that slot {self.slot} has left: {error}"
-            )
+            self.agreement.store.warn(f"could not report that slot {self.slot} leaves: {error}")
 
     def _note_end(self, by_other: str | None) -> None:
         """Anyone who starts processes again looks here whether that is of any use."""
