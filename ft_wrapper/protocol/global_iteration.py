@@ -125,14 +125,9 @@ class GlobalIteration:
         """Asks that a member be let into the iteration after n, if that belongs to the call."""
         self.store.execute([Append(keys.join(n), f"{member} {call}")])
 
-    def joins_of(self, n: int, call: int | None = None) -> set[Member]:
-        """The members that want into the iteration after n.
-
-        Args:
-            n: the iteration.
-            call: only those that come for this call; all when None.
-        """
-        return records.joins_in(n, read_log(self.store, keys.join(n)), call)
+    def joins_of(self, n: int) -> set[Member]:
+        """The members that want into the iteration after n."""
+        return records.joins_in(n, read_log(self.store, keys.join(n)))
 
     def arrivals_of(self, n: int) -> set[Member]:
         """The members that have left the function of n."""
@@ -152,6 +147,7 @@ class GlobalIteration:
         silent: frozenset[Member] = frozenset(),
         drop_missing: bool = False,
         hold: bool = True,
+        gathered: bool = False,
     ) -> Proposed | None:
         """Proposes the next iteration, if nothing stands in its way.
 
@@ -161,6 +157,7 @@ class GlobalIteration:
             silent: members that the proposer itself has seen stand still for ``heartbeat_timeout``.
             drop_missing: after a fault, go on without members that live but have not arrived.
             hold: wait for replacements that were announced, if fewer ranks than wanted would be left.
+            gathered: with no member left, go on without those that have not come back.
 
         Returns:
             The proposal: then head has left ``view`` behind, by this one or by another one. None if there was
@@ -172,6 +169,8 @@ class GlobalIteration:
         chosen = candidates(view, found, proposer, silent)
         if chosen.missing and not (drop_missing and found.outcome == FAULT):
             return None
+        if not (chosen.kept or gathered or chosen.all_came_back(view)):
+            return None  # the first to come back waits for the others
         judgement = history.Judgement(view.decision.blamed)
         if view.decision.max_faults and found.outcome == FAULT:
             faults, now = self.ends.faults_of(view.n), self.store.wall_clock()

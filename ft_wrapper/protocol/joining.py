@@ -351,7 +351,7 @@ class _Attempt:
         view, now = self.view, self._store.now()
         if self._ended_at is None:
             self._ended_at = self._awaited_at = self._said_at = now
-        arrived, missing = self._iterations.arrived_and_missing(view)
+        _, missing = self._iterations.arrived_and_missing(view)
         silent = self.observer.silent(missing)
         awaited = set(missing) - silent
         if view.call < self.call and awaited:
@@ -365,10 +365,6 @@ class _Attempt:
                 f"slots {[member.slot for member in missing]} have not left it, or fewer than "
                 f"min_world_size={view.decision.min_world_size} ranks are left"
             )
-        if not arrived and now - max(asked_at, self._ended_at) < self.limits.join_window:
-            # No member is left that could be joined: the first to come back waits for the others.
-            back = {member.slot for member in self._iterations.joins_of(view.n)}
-            if not back.issuperset(member.slot for member in view.members):
-                return
         hold = now - self._ended_at < self.limits.rejoin_wait
-        self._iterations.advance(view, None, silent=silent, hold=hold)
+        gathered = now - max(asked_at, self._ended_at) >= self.limits.join_window
+        self._iterations.advance(view, None, silent=silent, hold=hold, gathered=gathered)

@@ -47,6 +47,10 @@ class Candidates:
         """All of them, by slot."""
         return tuple(sorted(self.kept + self.newcomers))
 
+    def all_came_back(self, view: View) -> bool:
+        """Whether a newcomer has come for the slot of every member of the iteration that ended."""
+        return {one.slot for one in self.newcomers}.issuperset(one.slot for one in view.members)
+
     def without(self, out: Collection[Member]) -> "Candidates":
         """These, but for members that are excluded."""
         return dataclasses.replace(self, kept=tuple(one for one in self.kept if one not in out))

@@ -433,7 +433,7 @@ def arrivals_in(n: int, log: Iterable[str]) -> dict[Member, ArrivalEntry]:
     return arrivals
 
 
-def joins_in(n: int, log: Iterable[str], call: int | None) -> set[Member]:
+def joins_in(n: int, log: Iterable[str], call: int | None = None) -> set[Member]:
     """The members that want into the iteration after n; only those that come for a call, if that is given."""
     key = keys.join(n)
     joins = set()

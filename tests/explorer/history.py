@@ -96,7 +96,6 @@ class History:
         owners: the process of each member.
         beats: when each member was heard last.
         silences: the last long silence of each: until when, how long.
-        superseders: tasks that logged a death.
         untold: seconds that others wait in vain for processes that ended before they were in.
         wanted: the most active ranks that there were.
     """
@@ -120,7 +119,6 @@ class History:
     owners: "dict[Member, SimulatedProcess]" = dataclasses.field(default_factory=dict)
     beats: dict[Member, float] = dataclasses.field(default_factory=dict)
     silences: dict[Member, tuple[float, float]] = dataclasses.field(default_factory=dict)
-    superseders: set[str] = dataclasses.field(default_factory=set)
     untold: float = 0.0
     wanted: int = 0
 

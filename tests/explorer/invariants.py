@@ -133,13 +133,12 @@ class Invariants:
             if active:
                 self.history.announced[n] = active
         if step.what in _WRITES:
-            self._note_log(int(match["what"] or 0), match["kind"], step.task)
+            self._note_log(int(match["what"] or 0), match["kind"])
 
-    def _note_log(self, n: int, kind: str | None, task: str) -> None:
+    def _note_log(self, n: int, kind: str | None) -> None:
         """Notes when an entry of a log was there. A reader of another store might have to wait for it."""
         history, now = self.history, self.history.now
         if kind == "dead":
-            history.superseders.add(task)
             history.dead_at[n] = now
         if not self.simulation.knows_store:
             return

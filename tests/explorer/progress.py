@@ -130,10 +130,7 @@ class Progress:
         if history.outcomes[n] == FAULT:
             self.check_pace(f"I4: {n} was followed", history.ended_at[n])
             self._check_hold(n, roster, now)
-        # Who supersedes the last one that was missing decides at once.
-        joins = self._actor.startswith("rank") and self._actor not in history.superseders
-        joins = joins and not history.lately(history.dead_at.get(n, -1e9))
-        if joins and not set(history.rosters[n]) & set(roster):
+        if not set(history.rosters[n]) & set(roster):
             self._check_gathering(n, roster, now)
 
     def _check_removal(self, n: int, member: Member, now: float) -> None:

@@ -83,7 +83,6 @@ SELDOM = frozenset(
         "supersedes-nobody",
         "never-deserted",
         "deserted-though-they-live",
-        "first-to-come-back-goes-alone",
         "joiner-never-holds",
         "joiner-always-holds",
         "window-does-not-grow",

@@ -525,10 +525,17 @@ MUTANTS = [
     ),
     _job(
         "first-to-come-back-goes-alone",
-        JOINING,
-        "if not arrived and now - max(asked_at, self._ended_at) < self.limits.join_window:",
+        ITERATION,
+        "if not (chosen.kept or gathered or chosen.all_came_back(view)):",
         "if False:",
         "where no member is left the first to come back waits for the others",
+    ),
+    _job(
+        "first-to-come-back-waits-for-ever",
+        JOINING,
+        "gathered = now - max(asked_at, self._ended_at) >= self.limits.join_window",
+        "gathered = False",
+        "for no longer than the join window",
     ),
     _job(
         "joiner-never-holds",
@@ -586,8 +593,8 @@ MUTANTS = [
     _job(
         "joiner-drops-who-has-not-arrived",
         JOINING,
-        "self._iterations.advance(view, None, silent=silent, hold=hold)",
-        "self._iterations.advance(view, None, silent=silent, hold=hold, drop_missing=True)",
+        "self._iterations.advance(view, None, silent=silent, hold=hold, gathered=gathered)",
+        "self._iterations.advance(view, None, silent=silent, hold=hold, gathered=gathered, drop_missing=True)",
         "a joiner does not push out members that take their time",
     ),
     # A member's part

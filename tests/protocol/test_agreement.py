@@ -399,3 +399,21 @@ def test_ranks_that_are_lost_together_cost_one_restart() -> None:
     head = Agreement(store).iterations.read_head()
     assert head is not None and head.n == view.n + 1
     assert Agreement(store).iterations.read_iteration(head).members == (members[2], members[3])
+
+
+def test_the_first_to_come_back_waits_for_the_others() -> None:
+    """Where no member is left, the death that was the last to be counted does not decide."""
+    store = FakeStore()
+    members, view = ended_by_a_fault(store, 2)
+    agreement = Agreement(store)
+    newcomers = [agreement.joining.register(slot) for slot in range(2)]
+    agreement.ends.log_deaths(view.n, {members[1]: None}, ends=True)
+    agreement.iterations.count_deaths(view)
+    assert agreement.joining.supersede(view, newcomers[0])
+    agreement.iterations.ask_to_join(view.n, newcomers[0], 0)
+    agreement.iterations.count_deaths(view)
+    assert agreement.iterations.read_head() == view.head
+    agreement.iterations.ask_to_join(view.n, newcomers[1], 0)
+    assert agreement.iterations.advance(view, None)
+    current = agreement.iterations.read_current()
+    assert current is not None and current.members == tuple(newcomers)
