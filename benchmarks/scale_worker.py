@@ -23,7 +23,7 @@ from ft_wrapper.monitor.rank_monitor import RankMonitor
 from ft_wrapper.protocol import Agreement, joining, keys, neighbours, records
 from ft_wrapper.protocol.ends import Ends
 from ft_wrapper.protocol.entering import Entered
-from ft_wrapper.protocol.housekeeping import note_wanted
+from ft_wrapper.protocol.housekeeping import note_active_target
 from ft_wrapper.protocol.membership import Membership
 from ft_wrapper.protocol.records import Decision, Member, View
 from ft_wrapper.settings import Limits
@@ -258,7 +258,7 @@ class Rank:
         """What the monitor thread does: waits until the iteration has ended, and frees the rank."""
         n, outcome = self.job.view.n, None
         if self.job.view.members.index(self.job.member) == 0:
-            note_wanted(self.thread_store, n)
+            note_active_target(self.thread_store, n)
         while outcome is None:
             outcome = Ends(self.thread_store).wait_for_end(n, _NEVER, lambda: False)
         self.stamps.woken = time.monotonic()
@@ -408,7 +408,7 @@ class Ranks:
             here = store.get(f"{_LIST}/{name}").count(b",")  # a rank would take the list apart
             if here == self._plan.ranks:
                 store.set(f"{_FULL}/{name}", "1")
-            store.hear(f"{_FULL}/{name}", _NEVER)
+            store.wait_for(f"{_FULL}/{name}", _NEVER)
             rank.stamps.placed = time.monotonic()
 
         tasks = [functools.partial(come, rank) for rank in self._ranks]
@@ -430,7 +430,7 @@ class Ranks:
         gate = WireStore(Connection(self.loop, HOST, self._port))
 
         def begin() -> None:
-            gate.hear(go or "", _NEVER)
+            gate.wait_for(go or "", _NEVER)
             for task in tasks:
                 self.loop.start(task)
 

@@ -34,7 +34,7 @@ import torch.distributed
 from figures import duration, ratio, table
 
 from ft_wrapper.protocol import keys
-from ft_wrapper.protocol.operations import Append, Beat, Count, beats
+from ft_wrapper.protocol.operations import Append, Count, Heartbeat, read_heartbeat
 from ft_wrapper.store import EtcdStore, TCPStore, TCPStoreServer
 from ft_wrapper.testing import EtcdServer
 
@@ -126,11 +126,13 @@ OPERATIONS = (
         lambda store, own: store.multi_set(_ten(own), [VALUE] * 10),
     ),
     Operation("multi_set of 10", lambda store, own, shared, number: store.multi_set(_ten(own), [VALUE] * 10)),
-    Operation("beat", lambda store, own, shared, number: store.execute([Beat(own, 15.0)]), only=(ETCD, TCP)),
+    Operation(
+        "beat", lambda store, own, shared, number: store.execute([Heartbeat(own, 15.0)]), only=(ETCD, TCP)
+    ),
     Operation(
         "beats",
-        lambda store, own, shared, number: beats(store, own),
-        lambda store, own: store.execute([Beat(own, 60.0)]),
+        lambda store, own, shared, number: read_heartbeat(store, own),
+        lambda store, own: store.execute([Heartbeat(own, 60.0)]),
         only=(ETCD, TCP),
     ),
 )
@@ -187,7 +189,7 @@ class Client:
         """Waits for a key; returns when it was back."""
         store = self._stores[name]
         if key.startswith(keys.WAKE):
-            store.hear(key, TIMEOUT.total_seconds())
+            store.wait_for(key, TIMEOUT.total_seconds())
         else:
             store.wait([key], TIMEOUT)
         return time.monotonic()
@@ -196,7 +198,7 @@ class Client:
         """Waits in many threads for keys that are never written."""
         clients = [self._stores[ETCD].clone() for _ in range(threads)]
         waiting = [
-            threading.Thread(target=client.hear, args=(key.format(number), seconds))
+            threading.Thread(target=client.wait_for, args=(key.format(number), seconds))
             for number, client in enumerate(clients)
         ]
         for thread in waiting:

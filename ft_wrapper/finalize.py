@@ -63,7 +63,7 @@ class ThreadedFinalize(Finalize):
         """Calls the function and waits for it.
 
         Raises:
-            ft_wrapper.exception.TimeoutError: it took longer than ``timeout``. Its thread keeps running, so
+            ft_wrapper.exception.RestartTimeout: it took longer than ``timeout``. Its thread keeps running, so
                 the process should end: this error ends it.
         """
         device = cuda_device()

@@ -52,7 +52,7 @@ class CudaHealthCheck(HealthCheck):
         """Waits for the GPU.
 
         Raises:
-            ft_wrapper.exception.TimeoutError: the GPU did not finish in time.
+            ft_wrapper.exception.RestartTimeout: the GPU did not finish in time.
             RuntimeError: torch's own, where the CUDA context is broken.
         """
         device = cuda_device()
@@ -100,7 +100,7 @@ class GpuHealthCheck(HealthCheck):
 
         Raises:
             HealthCheckError: the driver wants the GPU reset or replaced.
-            ft_wrapper.exception.TimeoutError: the driver did not answer in time.
+            ft_wrapper.exception.RestartTimeout: the driver did not answer in time.
         """
         device = cuda_device()
         if device is None:

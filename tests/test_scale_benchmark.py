@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from torch.distributed import DistStoreError
 
-from ft_wrapper.protocol.operations import claim, read
+from ft_wrapper.protocol.operations import read, set_if_absent
 from ft_wrapper.store import StoreMixin, TCPStore, TCPStoreServer
 
 pytest.importorskip("greenlet")
@@ -44,16 +44,20 @@ def use(store: StoreMixin) -> list[Any]:
     store.multi_set(["b", "c"], ["2", b"3"])
     results.append({"a", "b", "c", "log"} <= set(store.list_keys()))
     results += [store.check(["a", "b", "c"]), store.get("log"), read(store, "c"), store.add("count", 7)]
-    results += [store.compare_set("a", "1", "4"), store.compare_set("a", "1", "5"), claim(store, "d", "6")]
     results += [
-        claim(store, "d", "7"),
+        store.compare_set("a", "1", "4"),
+        store.compare_set("a", "1", "5"),
+        set_if_absent(store, "d", "6"),
+    ]
+    results += [
+        set_if_absent(store, "d", "7"),
         store.delete_key("b"),
         store.delete_key("b"),
-        store.hear("a", 5.0),
+        store.wait_for("a", 5.0),
     ]
     with pytest.raises(DistStoreError):
         store.wait(["absent"], timedelta(milliseconds=1))
-    return [*results, store.hear("absent", 0.001) is not None, store.add("count", 1)]
+    return [*results, store.wait_for("absent", 0.001) is not None, store.add("count", 1)]
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import DistError, DistStoreError
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError, RendezvousInfo
 
-from ..exception import StoreError, StoreUnavailable, TimeoutError
+from ..exception import RestartTimeout, StoreError, StoreUnavailable
 from ..protocol import Agreement
 from ..protocol import keys as names
 from ..protocol.deaths import holders, report_lost
@@ -205,7 +205,7 @@ class FtNodes(Nodes):
         with contextlib.closing(store):
             while self._is_on(where):
                 first = names.wake_head(names.BEFORE_FIRST + 1)
-                if store.check([names.HEAD]) or store.hear(first, _LOOK_AGAIN) is not None:
+                if store.check([names.HEAD]) or store.wait_for(first, _LOOK_AGAIN) is not None:
                     return True
             return False
 
@@ -343,7 +343,7 @@ class FtNodes(Nodes):
 
         try:
             call_in_thread(ask, what="asking to drain this node", seconds=_LEAVE_TIMEOUT)
-        except (StoreError, DistError, RendezvousError, ValueError, TimeoutError) as error:
+        except (StoreError, DistError, RendezvousError, ValueError, RestartTimeout) as error:
             return str(error)
         return ""
 

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ..exception import StoreUnavailable, TimeoutError
+from ..exception import RestartTimeout, StoreUnavailable
 from ..store.bounded import call_in_thread
 from .verdict import JobResult
 
@@ -128,7 +128,7 @@ def interruptible(ask: Callable[[], T], seconds: float | None) -> T:
     try:
         with raised():
             return call_in_thread(ask, "asking the store", seconds)
-    except (Signalled, TimeoutError) as error:
+    except (Signalled, RestartTimeout) as error:
         raise StoreUnavailable(f"not waited for: {error}") from error
 
 

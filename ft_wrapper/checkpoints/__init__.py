@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ..exception import JobAbort
 from ..protocol import keys
-from ..protocol.operations import Wake, Write, claim, read
+from ..protocol.operations import Notify, Write, read, set_if_absent
 from ..protocol.records import FAULT, present
 from ..settings import as_int, as_timeout
 from ..store import BarrierTimeout
@@ -197,7 +197,7 @@ class Checkpoints:
         if self._rank == 0:
             job_store = self._call_wrapper._call.own.member.agreement.store
             folder = hashlib.sha256(os.fsencode(self.root)).hexdigest()[:16]
-            job = claim(job_store, keys.checkpoints(folder), secrets.token_hex(8))
+            job = set_if_absent(job_store, keys.checkpoints(folder), secrets.token_hex(8))
             self.root.mkdir(parents=True, exist_ok=True)
             run = self._kept.run
             if run is None or folders.job_of(self.root, run) != job:
@@ -254,12 +254,12 @@ class Checkpoints:
 
     def _say(self, key: str, text: str) -> None:
         """What active rank 0 says."""
-        self._call_wrapper.store.execute([Write({key: text}), Wake(f"{key}/wake", "")])
+        self._call_wrapper.store.execute([Write({key: text}), Notify(f"{key}/wake", "")])
 
     def _hear(self, key: str, what: str) -> str:
         """What it has said."""
         store = self._call_wrapper.store
-        if store.hear(f"{key}/wake", self._timeout.total_seconds()) is None:
+        if store.wait_for(f"{key}/wake", self._timeout.total_seconds()) is None:
             raise BarrierTimeout(
                 f"{what}: timed out after {self._timeout}: missing ranks [0] of {self._size}"
             )

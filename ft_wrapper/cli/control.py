@@ -157,7 +157,7 @@ def _await_gone(store: StoreMixin, slots: set[int], seconds: float) -> None:
             names = ", ".join(member.name for member in sorted(left))
             raise Refused(f"{names} did not leave within {seconds:g} s; see the log of their ftrun")
         wake = keys.wake_end(view.n) if outcome is None else keys.wake_head(view.n + 1)
-        store.hear(wake, min(remaining, _LOOK_AGAIN))
+        store.wait_for(wake, min(remaining, _LOOK_AGAIN))
 
 
 def restart(endpoint: str, why: str) -> str:

@@ -273,7 +273,7 @@ def watch(
         if has_ended or status.state == COMPLETED:
             return
         n = -1 if status.iteration is None else status.iteration
-        store.hear(keys.wake_end(n) if status.state == RUNNING else keys.wake_head(n + 1), longest)
+        store.wait_for(keys.wake_end(n) if status.state == RUNNING else keys.wake_head(n + 1), longest)
 
 
 def _nodes(record: RendezvousRecord) -> tuple[NodeStatus, ...]:
@@ -401,7 +401,7 @@ def _follow(endpoint: str, longest: float, opened: contextlib.ExitStack) -> Iter
             yield (status := Status(NOT_FORMED, None, None, 0, None, (), None, _nodes(record)))
         if record.closed:
             return
-        store.hear(version_key(record.version + 1), longest)
+        store.wait_for(version_key(record.version + 1), longest)
 
 
 def _nodes_in(store: StoreMixin, number: int) -> NodesSeen | None:

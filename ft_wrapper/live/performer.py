@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ..exception import JobAbort
 from ..protocol import keys
-from ..protocol.operations import Claim, Move, read
+from ..protocol.operations import CompareAndSet, SetIfAbsent, read
 from ..restart.call import Call
 from ..store.address import own_address
 from . import checks
@@ -312,7 +312,7 @@ class TorchPerformer(Performer):
             with self.atomic():
                 # Not set: a rank 0 that was paused, and went on long after it was evicted, writes nothing.
                 before, now = self._register, f"{register.sealed} {register.origin}"
-                step = Move(self._key, before, now) if before else Claim(self._key, now)
+                step = CompareAndSet(self._key, before, now) if before else SetIfAbsent(self._key, now)
                 self._call.own.member.agreement.store.execute([step])
         self._kept.copies.drop_given_up(register.origin, plan.step)
 

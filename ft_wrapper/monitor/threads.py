@@ -146,7 +146,7 @@ class MonitorThread:
                     self.interrupter.request()
                     self.interrupter.interrupt_until_left(_LONG)
             except StoreError as error:
-                log.exception("the store is lost: this rank cannot be told of faults elsewhere, and leaves")
+                log.exception("lost the store: this rank cannot learn of other ranks' faults, and leaves")
                 forget_frames(error)  # they hold this thread's client, and the watch would hold them
                 watch.store_lost = error
                 watch.over.set()

@@ -10,11 +10,11 @@ A *rank* here is the rank at the start of the job, the slot: it stays when other
 import dataclasses
 from datetime import timedelta
 
-from ..exception import RankDiscarded, RestartError, TimeoutError
+from ..exception import RankDiscarded, RestartError, RestartTimeout
 from ..settings import Limits, OnJoin
 from . import Agreement, keys
 from .membership import Membership
-from .operations import Move, Operations, Wake, claim, read
+from .operations import CompareAndSet, Notify, Operations, read, set_if_absent
 from .records import FAULT, Member, to_number
 from .silence import HeartbeatObserver
 from .waiting import looks
@@ -65,13 +65,13 @@ class ByHand(Operations):
             The number that is on then; higher where the job has gone on meanwhile.
 
         Raises:
-            TimeoutError: it was not decided in time; says who was missing.
+            RestartTimeout: it was not decided in time; says who was missing.
         """
         waits = looks(self._job, keys.wake_head(iteration), timeout.total_seconds())
         while (head := self._agreement.iterations.read_head()) is None or head.n < iteration:
             if next(waits, None) is None:
                 missing = self._job._what_is_missing()
-                raise TimeoutError(f"iteration {iteration} was not decided within {timeout}: {missing}")
+                raise RestartTimeout(f"iteration {iteration} was not decided within {timeout}: {missing}")
         return head.n
 
     def get_active_ranks_for_coordination(
@@ -88,7 +88,7 @@ class ByHand(Operations):
             heartbeat_timeout: seconds without a heartbeat after which a rank is silent.
 
         Raises:
-            TimeoutError: there is no first decision.
+            RestartTimeout: there is no first decision.
         """
         job = self._job
         job.wait_for_global_iteration_ready(timeout)
@@ -110,11 +110,10 @@ class ByHand(Operations):
 
         Raises:
             RestartError: none of the ranks lives.
-            TimeoutError: there is no first decision.
+            RestartTimeout: there is no first decision.
         """
-        active = self.get_active_ranks_for_coordination(
-            world_size, timeout, heartbeat_timeout=heartbeat_timeout
-        )
+        silent_after = heartbeat_timeout
+        active = self.get_active_ranks_for_coordination(world_size, timeout, heartbeat_timeout=silent_after)
         if not active:
             raise RestartError(f"there is no coordinator: no rank below world_size={world_size} lives")
         return min(active)
@@ -193,7 +192,7 @@ class ByHand(Operations):
             last = "none has" if head is None else f"the last one is {head.n}"
             raise ValueError(f"iteration={iteration} is not ready, it has not been decided: {last}")
         if head.n == iteration:
-            self._job.execute([Wake(keys.wake_head(iteration), str(head))])
+            self._job.execute([Notify(keys.wake_head(iteration), str(head))])
 
     def coordinate_global_iteration_advance(
         self, world_size: int, timeout: timedelta, is_coordinator: bool = False
@@ -215,7 +214,7 @@ class ByHand(Operations):
 
         Raises:
             RestartError: this client has not joined, or the others went on without its member.
-            TimeoutError: too few members are left; names the missing ones.
+            RestartTimeout: too few members are left; names the missing ones.
         """
         own = self._joined()
         view, member = own.view, own.member
@@ -242,7 +241,7 @@ class ByHand(Operations):
         Raises:
             RestartError: the others went on without it, a newer process has its rank, or the call has
                 completed.
-            TimeoutError: a rank did not come; names which.
+            RestartTimeout: a rank did not come; names which.
             ValueError: the rank is not known.
         """
         if self.membership is None:
@@ -268,7 +267,7 @@ class ByHand(Operations):
 
         Raises:
             RestartError: there is no job yet, its call has completed, or a newer process has the rank.
-            TimeoutError: the others did not leave their iteration.
+            RestartTimeout: the others did not leave their iteration.
             ValueError: the rank is not known.
         """
         slot = self._slot(rank)
@@ -290,9 +289,9 @@ class ByHand(Operations):
         if not 0 <= iteration <= on:
             raise ValueError(f"iteration={iteration} of rank {rank} must lie in 0..{on}, the one that is on")
         key = keys.last_iteration(rank)
-        held = claim(job, key, str(iteration))
+        held = set_if_absent(job, key, str(iteration))
         while to_number(held, key) < iteration:
-            held = job.execute([Move(key, held, str(iteration))])[0] or ""
+            held = job.execute([CompareAndSet(key, held, str(iteration))])[0] or ""
 
     def get_iteration_for_rank(self, rank: int) -> int:
         """The last iteration that was recorded for a rank; the one that is on if none was."""
@@ -358,9 +357,7 @@ class ByHand(Operations):
         try:
             own.register()
         except ValueError:
-            raise RestartError(
-                "the job runs under the wrapper: call the wrapped function to join it"
-            ) from None
+            raise RestartError("the job is the wrapper's: call the wrapped function to join it") from None
         if not own.join(seconds):
             raise RestartError(f"{own.member.name} cannot join: the call has completed")
         return self._note_entry(own)

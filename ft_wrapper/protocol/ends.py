@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 from ..exception import StoreError
 from . import keys, records
-from .operations import Append, Claim, Operations, Step, Wake, append_counted, read, read_log
+from .operations import Append, Notify, Operations, SetIfAbsent, Step, append_counted, read, read_log
 from .records import DONE, FAULT, GAVE_UP, LEFT_BY, RETURNS, Fault, Member
 
 
@@ -41,7 +41,7 @@ class Ends:
 
         The process that ended it may have been stopped, or cut off with its monitor, before it did so.
         """
-        self.store.execute([Wake(keys.wake_end(n), "1")])
+        self.store.execute([Notify(keys.wake_end(n), "1")])
 
     def outcome_of(self, n: int) -> str | None:
         """How iteration n ended: ``fault``, ``done``, or None while it is on."""
@@ -116,7 +116,7 @@ class Ends:
         Returns:
             How it ended; None if it is still on.
         """
-        if self.store.hear(keys.wake_end(n), seconds) is not None and not may_be_done():
+        if self.store.wait_for(keys.wake_end(n), seconds) is not None and not may_be_done():
             return FAULT
         return self.outcome_of(n)
 
@@ -139,11 +139,11 @@ class Ends:
     def say_goodbye(self, member: Member) -> None:
         """A member's last word: it needs the store no more."""
         one = str(member)
-        self.store.execute([Append(keys.GOODBYES, one), Wake(keys.wake_goodbye(one), "1")])
+        self.store.execute([Append(keys.GOODBYES, one), Notify(keys.wake_goodbye(one), "1")])
 
     def await_goodbye(self, member: Member, seconds: float) -> bool:
         """Waits for a member's last word; tells whether it came."""
-        return self.store.hear(keys.wake_goodbye(str(member)), seconds) is not None
+        return self.store.wait_for(keys.wake_goodbye(str(member)), seconds) is not None
 
     def goodbyes(self) -> set[Member]:
         """The members that need the store no more."""
@@ -151,4 +151,4 @@ class Ends:
 
 
 def _ending(n: int, outcome: str) -> list[Step]:
-    return [Claim(keys.end(n), outcome), Wake(keys.wake_end(n), "1")]
+    return [SetIfAbsent(keys.end(n), outcome), Notify(keys.wake_end(n), "1")]

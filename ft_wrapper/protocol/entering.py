@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
-from ..exception import InternalError, RankShouldRestart, RestartError, TimeoutError
+from ..exception import InternalError, RankShouldRestart, RestartError, RestartTimeout
 from . import keys, operations
 from .ends import Ends
-from .operations import Append, Claim, Count, Operations, Read, ReadLog, Step, Wake, Write, read, read_log
+from .operations import Append, Count, Notify, Operations, Read, ReadLog, SetIfAbsent, Step, Write, read
 from .records import FAULT, Member, present, split_entry, to_number
 from .waiting import looks
 
@@ -127,7 +127,7 @@ class Entering:
 
     def entered_in(self, n: int) -> dict[Member, Entered]:
         """The members that are about to enter n, or have entered it: O(world size)."""
-        return _entries_in(n, read_log(self.store, keys.entered(n)))
+        return _entries_in(n, operations.read_log(self.store, keys.entered(n)))
 
     def enter(
         self, n: int, entry: Entered, sizes: Sizes, endpoint: Endpoint | None = None
@@ -150,8 +150,8 @@ class Entering:
         told: list[Step] = []
         if endpoint is not None:
             text = " ".join(str(part) for part in (*endpoint, *sizes))
-            told = [Write({keys.meeting(n): text}), Wake(keys.wake_meeting(n), text)]
-        claim = [] if active_rank is None else [Claim(keys.seat(n, active_rank), str(member))]
+            told = [Write({keys.meeting(n): text}), Notify(keys.wake_meeting(n), text)]
+        claim = [] if active_rank is None else [SetIfAbsent(keys.seat(n, active_rank), str(member))]
         look = [] if told else [Read(keys.meeting(n))]
         given = self.store.execute([*told, *claim, Append(keys.entered(n), entry.to_text()), *look])
         holder = Member.parse(str(given[len(told)]), claim[0].key) if claim else member
@@ -189,7 +189,7 @@ class Entering:
 
         Raises:
             InternalError: rank 0 was given other sizes.
-            TimeoutError: neither came.
+            RestartTimeout: neither came.
         """
         for look in looks(self.store, keys.wake_meeting(n), timeout, first=look_every, longest=look_every):
             if look.value is not None:
@@ -197,7 +197,7 @@ class Entering:
                 return _endpoint_in(n, meeting, member, sizes)
             if self._ends.outcome_of(n) == FAULT:
                 return None
-        raise TimeoutError(f"rank 0 of iteration {n} opened no store for it within {timeout:g} s")
+        raise RestartTimeout(f"rank 0 of iteration {n} opened no store for it within {timeout:g} s")
 
 
 def _endpoint_in(n: int, meeting: str | None, member: Member, sizes: Sizes) -> Endpoint | None:
@@ -245,16 +245,17 @@ class Barriers(Operations):
             count = operations.append_counted(self, arrived_key, str(rank), count_key)
         # The count wakes, the log decides: a reply that was lost may have counted twice.
         if count >= rendezvous_count:
-            here = len(set(read_log(self, arrived_key)))
+            here = len(set(operations.read_log(self, arrived_key)))
             if here > rendezvous_count:
                 raise BarrierOverflow(
                     f"barrier {group_name!r} is for rendezvous_count={rendezvous_count} ranks and {here} came"
                 )
             if here == rendezvous_count:
-                self.execute([Wake(wake_key, "1")])
+                self.execute([Notify(wake_key, "1")])
         chunk = _LOOK_EVERY if timeout_chunk is None else timeout_chunk.total_seconds()
         if not _wait_unless_over(self, wake_key, timeout.total_seconds(), chunk):
-            missing = _missing(rendezvous_count, {int(line) for line in read_log(self, arrived_key)})
+            came = set(map(int, operations.read_log(self, arrived_key)))
+            missing = _missing(rendezvous_count, came)
             raise BarrierTimeout(f"barrier {group_name!r} timed out after {timeout}: {missing}")
 
     def _barrier_named(self, group_name: str, ranks: Iterable[int], *args: Any, **more: Any) -> None:
@@ -296,17 +297,17 @@ class Barriers(Operations):
             keys.barrier(name, part) for part in ("arrived", "count", "wake", "verdict")
         )
         if operations.append_counted(self, log_key, json.dumps([rank, contribution]), count_key) >= count:
-            contributions = dict(json.loads(line) for line in read_log(self, log_key))
+            contributions = dict(json.loads(line) for line in operations.read_log(self, log_key))
             if len(contributions) == count:
                 results = compute(contributions)
                 said = {keys.barrier(name, f"result/{peer}"): text for peer, text in results.items()}
-                self.execute([Write(said), Claim(verdict_key, "computed"), Wake(wake_key, "1")])
+                self.execute([Write(said), SetIfAbsent(verdict_key, "computed"), Notify(wake_key, "1")])
         try:
             if not _wait_unless_over(self, wake_key, timeout.total_seconds(), _LOOK_EVERY):
-                here = {json.loads(line)[0] for line in read_log(self, log_key)}
+                here = {json.loads(line)[0] for line in operations.read_log(self, log_key)}
                 raise BarrierTimeout(f"exchange {name!r} timed out after {timeout}: {_missing(count, here)}")
         except (RankShouldRestart, BarrierTimeout):
-            if operations.claim(self, verdict_key, "abandoned") != "computed":
+            if operations.set_if_absent(self, verdict_key, "abandoned") != "computed":
                 raise
         result = None
         if read(self, verdict_key) == "computed":

@@ -15,12 +15,12 @@ progress and may be wrong at any time without harm:
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
-from ..exception import StoreError, TimeoutError
+from ..exception import RestartTimeout, StoreError
 from ..settings import Limits
-from . import history, keys, records
+from . import history, keys, operations, records
 from .ends import Ends
 from .entering import spares_in
-from .operations import Append, Count, Move, Operations, Read, ReadLog, Wake, Write, read, read_log
+from .operations import Append, CompareAndSet, Count, Notify, Operations, Read, ReadLog, Write, read, read_log
 from .proposal import Evidence, awaited_replacements, candidates, may_propose, next_call, next_decision
 from .records import DONE, FAULT, ArrivalEntry, Decision, Head, Member, View, record_of
 from .seal import forged
@@ -95,9 +95,9 @@ class GlobalIteration:
                     raise
         return None
 
-    def wanted(self) -> int:
-        """The most active ranks that any iteration had; with fewer the job is degraded. 0: not known yet."""
-        return records.to_number(read(self.store, keys.WANTED) or "0", keys.WANTED)
+    def active_target(self) -> int:
+        """The most active ranks of any iteration so far; with fewer the job is degraded. 0: not known yet."""
+        return records.to_number(read(self.store, keys.ACTIVE_TARGET) or "0", keys.ACTIVE_TARGET)
 
     # Leaving an iteration ------------------------------------------------------------------------------
 
@@ -117,8 +117,7 @@ class GlobalIteration:
             What it decided, if it was the last one.
         """
         arrival = f"{member} {ArrivalEntry(rank, world_size, fault or '')}"
-        log, count = Append(keys.arrived(view.n), arrival), Count(keys.count_gone(view.n))
-        gone = int(self.store.execute([log, count])[1] or 0)
+        gone = operations.append_counted(self.store, keys.arrived(view.n), arrival, keys.count_gone(view.n))
         return self.advance(view, member) if gone >= len(view.members) else None
 
     def ask_to_join(self, n: int, member: Member, call: int) -> None:
@@ -156,7 +155,7 @@ class GlobalIteration:
             proposer: an arrived member; None for a monitor that logged a death, and for one that wants in.
             silent: members that the proposer itself has seen stand still for ``heartbeat_timeout``.
             drop_missing: after a fault, go on without members that live but have not arrived.
-            hold: wait for replacements that were announced, if fewer ranks than wanted would be left.
+            hold: wait for announced replacements, if fewer ranks than `active_target` would be left.
             gathered: with no member left, go on without those that have not come back.
 
         Returns:
@@ -180,7 +179,8 @@ class GlobalIteration:
             chosen = chosen.without(judgement.out)
         if len(chosen.members) < max(1, view.decision.min_world_size):
             return None
-        if hold and awaited_replacements(found, chosen, judgement) and len(chosen.members) < self.wanted():
+        holds = hold and awaited_replacements(found, chosen, judgement)
+        if holds and len(chosen.members) < self.active_target():
             return None
         spares, active = set[Member](), 0
         if chosen.newcomers and 0 < len(chosen.kept) < len(view.members):
@@ -215,7 +215,7 @@ class GlobalIteration:
             That iteration; None if this member is not in it.
 
         Raises:
-            TimeoutError: fewer than the job's ``min_world_size`` members were left; names the missing ones.
+            RestartTimeout: fewer than the job's ``min_world_size`` members were left; names the missing ones.
         """
         if proposed is not None and proposed.won:
             return self._follow(view, member, proposed.head, proposed.decision)
@@ -251,7 +251,7 @@ class GlobalIteration:
                     awaited = set(missing) - silent
                     if not (between_calls and awaited):
                         absent = sorted(one.slot for one in set(view.members) - arrived)
-                        raise TimeoutError(
+                        raise RestartTimeout(
                             f"iteration {view.n} was not followed by another one within "
                             f"{limits.barrier_timeout:g} s: fewer than min_world_size="
                             f"{view.decision.min_world_size} ranks are left; missing slots: {absent}"
@@ -308,9 +308,9 @@ class GlobalIteration:
         _, stands, _ = self.store.execute(
             [
                 Write(written),
-                Move(keys.HEAD, "" if head is None else str(head), str(proposal)),
+                CompareAndSet(keys.HEAD, "" if head is None else str(head), str(proposal)),
                 # Also a lost proposer wakes: the winner may have died before it could.
-                Wake(keys.wake_head(proposal.n), str(proposal)),
+                Notify(keys.wake_head(proposal.n), str(proposal)),
             ]
         )
         self.store.emit("decide", iteration=decision.n)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from . import keys
 from .entering import active_ranks_in
-from .operations import Delete, Operations, Read, beats, read, write_text
+from .operations import Delete, Operations, Read, read, read_heartbeat, write_text
 from .records import Head, View, to_number
 
 # An iteration that was on for so many join windows is not one of a crash loop.
@@ -44,26 +44,27 @@ class Housekeeper:
             shared = [name for name in names if keys.is_shared_heart(name)]
             # More than there can be that have one.
             are_too_many = len(shared) > len(view.members)
-            self._hearts = {heart: beats(self._store, heart) for heart in shared if are_too_many}
+            self._hearts = {heart: read_heartbeat(self._store, heart) for heart in shared if are_too_many}
         if self._past:  # else etcd would be asked each second to do nothing
             self._store.execute([Delete(tuple(self._past[:SLICE]))])
             del self._past[:SLICE]
         if not self._size_known:
-            self._size_known = note_wanted(self._store, view.n)
+            self._size_known = note_active_target(self._store, view.n)
         if not self._settled and self._store.now() - self._since >= self._settles_after:
             # A restart from it is not one of a crash loop.
             write_text(self._store, keys.SETTLED, str(view.n))
-            # One that beats after all is there again by that.
-            self._past += [one for one, seen in self._hearts.items() if beats(self._store, one) == seen]
+            # A heart that beats after all brings its key back.
+            hearts = self._hearts.items()
+            self._past += [heart for heart, seen in hearts if read_heartbeat(self._store, heart) == seen]
             self._settled = True
 
 
-def note_wanted(store: Operations, n: int) -> bool:
-    """Raises `wanted` to the active ranks of n; tells whether they are known yet."""
-    meeting, wanted = store.execute([Read(keys.meeting(n)), Read(keys.WANTED)])
+def note_active_target(store: Operations, n: int) -> bool:
+    """Raises the target to the active ranks of n; returns whether they are known yet."""
+    meeting, target = store.execute([Read(keys.meeting(n)), Read(keys.ACTIVE_TARGET)])
     active = active_ranks_in(n, meeting)
-    if active > to_number(wanted or "0", keys.WANTED):
-        write_text(store, keys.WANTED, str(active))
+    if active > to_number(target or "0", keys.ACTIVE_TARGET):
+        write_text(store, keys.ACTIVE_TARGET, str(active))
     return active > 0
 
 

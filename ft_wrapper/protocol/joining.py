@@ -11,12 +11,12 @@ import math
 from collections.abc import Iterable
 
 from ..attribution import Interruption
-from ..exception import StoreError, TimeoutError
+from ..exception import RestartTimeout, StoreError
 from ..settings import Limits, OnJoin
 from . import keys
 from .entering import Entering
 from .global_iteration import GlobalIteration
-from .operations import Count, Operations, claim, read, write_text
+from .operations import Count, Operations, read, set_if_absent, write_text
 from .proposal import first_decision
 from .records import DONE, FAULT, GAVE_UP, Member, MemberRecord, View, record_of, roster_from_json, to_number
 from .silence import HeartbeatObserver
@@ -66,7 +66,7 @@ class Joining:
         Raises:
             StoreError: it does not; nothing else of this version has been written then.
         """
-        version = claim(self.store, keys.VERSION, keys.THIS_VERSION)
+        version = set_if_absent(self.store, keys.VERSION, keys.THIS_VERSION)
         if version != keys.THIS_VERSION:
             raise StoreError(
                 f"the store's job uses version {version} of the keys, this process version "
@@ -107,7 +107,7 @@ class Joining:
             ValueError: the job has other ones; says which.
         """
         key = keys.terms(call)
-        text = claim(self.store, key, json.dumps(terms, sort_keys=True))
+        text = set_if_absent(self.store, key, json.dumps(terms, sort_keys=True))
         try:
             agreed = dict(json.loads(text))
         except (ValueError, TypeError) as error:
@@ -172,7 +172,7 @@ class Joining:
             The first iteration; None if this member is not in it.
 
         Raises:
-            TimeoutError: not all slots joined in time; names the missing ones.
+            RestartTimeout: not all slots joined in time; names the missing ones.
         """
         expected = frozenset(slots)
         wake = keys.wake_head(keys.BEFORE_FIRST + 1)
@@ -190,7 +190,7 @@ class Joining:
         came = {joiner.slot for joiner in joins if GAVE_UP in dead.get(joiner, [GAVE_UP])}
         # A member that gave up because of the missing ones is not missing itself; to a later one it is.
         missing = sorted(expected - came or expected - {joiner.slot for joiner in joins - dead.keys()})
-        raise TimeoutError(
+        raise RestartTimeout(
             f"the job did not form within {timeout:g} s: ranks {missing} of {len(expected)} are missing; "
             "see whether their processes started and reach the store, or raise barrier_timeout"
         )
@@ -231,7 +231,7 @@ class Joining:
             How it ended, and the iteration that head was at.
 
         Raises:
-            TimeoutError: an iteration had ended and was not followed by another one.
+            RestartTimeout: an iteration had ended and was not followed by another one.
         """
         observer = HeartbeatObserver(self.heartbeats, limits.heartbeat_timeout)
         attempt: _Attempt | None = None
@@ -305,7 +305,7 @@ class _Attempt:
         if self.joining.ends.outcome_of(n) is None:
             again = min(max(0, self.joining.short_iterations_before(n) - 1), _LONGEST_WINDOW)
             due = self._asked_at + self.limits.join_window * 2.0**again
-            if not ((self._store.now() >= due and self._is_wanted()) or self._is_deserted()):
+            if not ((self._store.now() >= due and self._should_end_iteration()) or self._is_deserted()):
                 # Not beyond that moment; and from then on at times, should it be wanted later.
                 left = due - self._store.now()
                 self.wait(keys.wake_end(n), left if left > 0 else math.inf)
@@ -315,11 +315,11 @@ class _Attempt:
         self.wait(keys.wake_head(n + 1))
 
     def wait(self, wake: str, at_most: float = math.inf) -> None:
-        """Waits a little for a key that wakes somebody; each time for longer, but for those cut short."""
+        """Waits a little for a notification key; each time for longer, but for those cut short."""
         pause = min(self._pause, at_most)
         if pause == self._pause:
             self._pause = min(2 * pause, LONGEST_LOOK, max(FIRST_LOOK, self.limits.heartbeat_timeout))
-        self._store.hear(wake, pause)
+        self._store.wait_for(wake, pause)
 
     def _ask(self) -> None:
         """Asks to be let into the next iteration."""
@@ -330,10 +330,10 @@ class _Attempt:
         if counts:
             self._iterations.count_deaths(self.view)
 
-    def _is_wanted(self) -> bool:
+    def _should_end_iteration(self) -> bool:
         if self.limits.on_join is not OnJoin.DEGRADED:
             return self.limits.on_join is OnJoin.NOW
-        return 0 < self.joining.entering.active_in(self.view.n) < self._iterations.wanted()
+        return 0 < self.joining.entering.active_in(self.view.n) < self._iterations.active_target()
 
     def _is_deserted(self) -> bool:
         """Whether no member is left that could end the iteration: all are dead, or silent in this one's eyes.
@@ -360,7 +360,7 @@ class _Attempt:
                 self._iterations.log_awaited(view, awaited)
                 self._said_at = now
         elif now - self._awaited_at >= self.patience:
-            raise TimeoutError(
+            raise RestartTimeout(
                 f"iteration {view.n} was not followed by another one within {self.patience:g} s: "
                 f"slots {[member.slot for member in missing]} have not left it, or fewer than "
                 f"min_world_size={view.decision.min_world_size} ranks are left"

@@ -20,7 +20,7 @@ LIFE = f"{_ROOT}/life"
 HEAD = f"{_ROOT}/head"
 GOODBYES = f"{_ROOT}/goodbyes"
 #: The most active ranks that any iteration had: with fewer, the job is degraded. A hint.
-WANTED = f"{_ROOT}/wanted"
+ACTIVE_TARGET = f"{_ROOT}/wanted"
 #: How many CUDA devices a process sees that uses its own. A hint.
 CUDA = f"{_ROOT}/cuda"
 #: The last iteration that was on for a while. A hint.

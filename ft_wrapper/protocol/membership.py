@@ -171,7 +171,7 @@ class Membership:
         try:
             entering = self.agreement.entering
             return entering.await_endpoint(self.view.n, self.member, sizes, timeout, look_every)
-        except exception.TimeoutError as error:
+        except exception.RestartTimeout as error:
             self.publish(rank, error)
             return None
 
@@ -300,7 +300,7 @@ class Membership:
                 return True
             if self.agreement.store.now() >= until:
                 late = f"did not get in within {within:g} s: the others went on too fast"
-                raise exception.TimeoutError(f"{self.member.name} {late}")
+                raise exception.RestartTimeout(f"{self.member.name} {late}")
             self.agreement.store.warn(f"{self.member.name} was passed over for too long, and joins again")
             asked = None
             self.register()
@@ -339,7 +339,7 @@ class Membership:
             # A decision under way may have this member in it. Then the others have to be told until they go
             # on without it: nothing watches it any more.
             may_be_in = read_head() is not None or joining.living_joiners().keys() >= {*self.slots}
-            if isinstance(error, exception.TimeoutError) and read_head() is None:
+            if isinstance(error, exception.RestartTimeout) and read_head() is None:
                 # The others name those who did not come, not this one.
                 self.agreement.ends.give_up(keys.BEFORE_FIRST, self.member)
                 if read_head() is None and not may_be_in:

@@ -9,33 +9,33 @@ from .seal import Seal, forged
 
 _SOMEBODY_ELSES = "surrogateescape"  # keeps bytes that are not UTF-8
 
-#: What `Beats` gives where a sign of life does not hold any more. No count is negative.
+#: What `ReadHeartbeat` gives for an expired heartbeat. No count is negative.
 LAPSED = -1
 
 
 class Read(NamedTuple):
-    """Reads a key that no one waits for. Gives what it holds, None if it is absent."""
+    """Reads a key that is not waited for. Gives its value, None if it is absent."""
 
     key: str
 
 
 class ReadLog(NamedTuple):
-    """Reads a log. Gives its entries, a line each."""
+    """Reads a log. Gives its entries, one per line."""
 
     key: str
 
 
-class Beats(NamedTuple):
-    """Looks for signs of life.
+class ReadHeartbeat(NamedTuple):
+    """Reads a heartbeat.
 
-    Gives a number that moves as long as they come; `LAPSED` once the last one does not hold any more.
+    Gives a number that moves as long as heartbeats come; `LAPSED` once the last one has expired.
     """
 
     key: str
 
 
-class Beat(NamedTuple):
-    """Gives a sign of life under a key: a count, or a lease that holds for some seconds. Gives None."""
+class Heartbeat(NamedTuple):
+    """Beats under a key: counts it up, or renews a lease of some seconds. Gives None."""
 
     key: str
     lasts: float
@@ -47,35 +47,35 @@ class Write(NamedTuple):
     values: Mapping[str, str]
 
 
-class Wake(NamedTuple):
-    """Writes a key that wakes those who wait for it; one that is there may be left as it is. Gives None."""
+class Notify(NamedTuple):
+    """Writes a notification key, which wakes its waiters; a present one may stay as it is. Gives None."""
 
     key: str
     value: str
 
 
 class Append(NamedTuple):
-    """Adds an entry to a log: a line, or several that readers see together. Gives None."""
+    """Appends an entry to a log: a line, or several that readers see together. Gives None."""
 
     key: str
     entry: str
 
 
 class Count(NamedTuple):
-    """Counts one more. Gives the count: a hint, since a lost answer may be counted twice."""
+    """Increments a counter. Gives the count: a hint, since a lost answer may be counted twice."""
 
     key: str
 
 
-class Claim(NamedTuple):
-    """Writes a register unless it is written. Gives what it holds then."""
+class SetIfAbsent(NamedTuple):
+    """Writes a register if it is absent. Gives what it holds then."""
 
     key: str
     desired: str
 
 
-class Move(NamedTuple):
-    """Writes a register if it holds what is expected (``""``: is absent). Gives what it holds then."""
+class CompareAndSet(NamedTuple):
+    """Writes a register if it holds the expected value (``""``: is absent). Gives what it holds then."""
 
     key: str
     expected: str
@@ -83,12 +83,13 @@ class Move(NamedTuple):
 
 
 class Delete(NamedTuple):
-    """Deletes keys that are not written any more, however many. Gives None."""
+    """Deletes any number of keys that are no longer written. Gives None."""
 
     keys: tuple[str, ...]
 
 
-Step = Read | ReadLog | Beats | Beat | Write | Wake | Append | Count | Claim | Move | Delete
+Reading = Read | ReadLog | ReadHeartbeat
+Step = Reading | Heartbeat | Write | Notify | Append | Count | SetIfAbsent | CompareAndSet | Delete
 
 
 def keys_of(step: Step) -> list[str]:
@@ -116,12 +117,12 @@ def under(prefix: str, step: Step) -> Step:
 def sealed(step: Step, seal: Seal) -> Step:
     """The same step with what it writes sealed."""
     match step:
-        case Append(key, text) | Claim(key, text):
+        case Append(key, text) | SetIfAbsent(key, text):
             return type(step)(key, seal.close(key, text))
-        case Move(key, expected, desired):
-            return Move(key, expected and seal.close(key, expected), seal.close(key, desired))
-        case Wake(key, value):
-            return Wake(name := seal.name(key), seal.close(name, value))
+        case CompareAndSet(key, expected, desired):
+            return CompareAndSet(key, expected and seal.close(key, expected), seal.close(key, desired))
+        case Notify(key, value):
+            return Notify(name := seal.name(key), seal.close(name, value))
         case Write(values):
             return Write({key: seal.close(key, value) for key, value in values.items()})
         case _:
@@ -160,17 +161,16 @@ class Operations:
         """
         raise NotImplementedError
 
-    def hear(self, key: str, seconds: float) -> str | None:
-        """Waits for a key that wakes somebody.
+    def wait_for(self, key: str, seconds: float) -> str | None:
+        """Waits until a notification key is written.
 
         Returns:
-            What it says, as far as the store tells so without being asked again, else ``""``; None if it did
-            not come in time.
+            Its value if the store knows it without another request, else ``""``; None after the timeout.
         """
         raise NotImplementedError
 
     def wake_name(self, key: str) -> str:
-        """What a key that wakes somebody is called in the store; with a seal no one else can guess it."""
+        """The name of a notification key in the store; with a seal nobody else can guess it."""
         return key if self.seal is None else self.seal.name(key)
 
     def add(self, key: str, amount: int) -> int:
@@ -222,7 +222,7 @@ class Operations:
 
 
 def read(store: Operations, key: str) -> str | None:
-    """Reads a key without waiting for it; None if it is absent."""
+    """Reads a key; None if it is absent."""
     return store.execute([Read(key)])[0]
 
 
@@ -231,9 +231,9 @@ def read_log(store: Operations, key: str) -> list[str]:
     return (store.execute([ReadLog(key)])[0] or "").splitlines()
 
 
-def beats(store: Operations, key: str) -> int:
-    """A number that moves as long as signs of life come; `LAPSED` where the last one holds no longer."""
-    return int(store.execute([Beats(key)])[0] or 0)
+def read_heartbeat(store: Operations, key: str) -> int:
+    """A number that moves as long as heartbeats come; `LAPSED` once the last one has expired."""
+    return int(store.execute([ReadHeartbeat(key)])[0] or 0)
 
 
 def append_counted(store: Operations, key: str, entry: str, count_key: str) -> int:
@@ -246,9 +246,9 @@ def write_text(store: Operations, key: str, text: str) -> None:
     store.execute([Write({key: text})])
 
 
-def claim(store: Operations, key: str, value: str) -> str:
-    """Writes a register unless it is written; returns what it holds."""
-    (held,) = store.execute([Claim(key, value)])
+def set_if_absent(store: Operations, key: str, value: str) -> str:
+    """Writes a register if it is absent; returns what it holds."""
+    (held,) = store.execute([SetIfAbsent(key, value)])
     if held is None:
         raise forged(key)  # overwritten twice
     return held

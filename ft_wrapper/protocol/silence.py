@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 from ..settings import Limits
 from . import keys, operations
-from .operations import LAPSED, Beat, Operations
+from .operations import LAPSED, Heartbeat, Operations
 from .records import Member, record_of
 
 K = TypeVar("K", bound=Hashable)
@@ -46,19 +46,19 @@ class Heartbeats:
             heart: its name; a member's own has the member's.
             lasts: for how long this holds where it is a lease: see `beat_lasts`.
         """
-        self.store.execute([Beat(keys.heartbeat(heart), lasts)])
+        self.store.execute([Heartbeat(keys.heartbeat(heart), lasts)])
 
     def heart_of(self, member: Member) -> str:
         """The name of the heart that beats for a member, as its record says; its own one without a record."""
         return record_of(self.store, member).heart or str(member)
 
     def get_heartbeat(self, member: Member) -> int:
-        """A number that moves as long as a member's heart beats; see `Beats`."""
+        """A number that moves as long as a member's heart beats; see `ReadHeartbeat`."""
         return self.count_of(self.heart_of(member))
 
     def count_of(self, heart: str) -> int:
-        """A number that moves as long as a heart beats; see `Beats`."""
-        return operations.beats(self.store, keys.heartbeat(heart))
+        """A number that moves as long as a heart beats; see `ReadHeartbeat`."""
+        return operations.read_heartbeat(self.store, keys.heartbeat(heart))
 
 
 class CounterObserver(Generic[K]):
@@ -73,7 +73,7 @@ class CounterObserver(Generic[K]):
     of the timeout. So a member that has lost its lease by mistake has the other half to come back.
 
     Args:
-        read: reads the counter of a member; see `Beats`.
+        read: reads the counter of a member; see `ReadHeartbeat`.
         now: the observer's own clock, in seconds.
         timeout: seconds after which a member whose counter stands still is silent.
     """

@@ -45,7 +45,7 @@ def looks(
 
     Args:
         store: where.
-        wake: a key that wakes somebody.
+        wake: a notification key.
         timeout: seconds until the last look.
         first: seconds until the first one.
         longest: seconds between two looks at most.
@@ -55,7 +55,7 @@ def looks(
     for number in itertools.count():
         waited = store.now() - start
         until = min(pause, timeout - waited, also_after - waited if waited < also_after else pause)
-        value = store.hear(wake, until)
+        value = store.wait_for(wake, until)
         waited = store.now() - start
         is_last = waited >= timeout
         yield Moment(number, waited, is_last, value)

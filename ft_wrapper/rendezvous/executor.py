@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch.distributed.elastic import rendezvous as elastic
 
-from ..protocol.operations import Beat, Operations, beats, read, write_text
+from ..protocol.operations import Heartbeat, Operations, read, read_heartbeat, write_text
 from ..protocol.silence import CounterObserver, beat_lasts
 from . import moves, operations
 from .keys import alive_key, process_key
@@ -74,7 +74,7 @@ class Executor:
 
     def keep_alive(self) -> None:
         """Sends a heartbeat."""
-        self.store.execute([Beat(alive_key(self.node.name), self._beat_lasts)])
+        self.store.execute([Heartbeat(alive_key(self.node.name), self._beat_lasts)])
 
     def evict(self, silent: Collection[Node]) -> None:
         """Takes silent nodes out, if this one may (`moves.may_evict`)."""
@@ -262,7 +262,7 @@ def await_predecessor(register: RecordRegister, node_id: str, settings: Rendezvo
 
 def observer(store: Operations, timeout: float) -> CounterObserver[Node]:
     """What watches the heartbeats of nodes."""
-    return CounterObserver(lambda node: beats(store, alive_key(node.name)), store.now, timeout)
+    return CounterObserver(lambda node: read_heartbeat(store, alive_key(node.name)), store.now, timeout)
 
 
 def note_process(store: Operations, node: Node) -> None:

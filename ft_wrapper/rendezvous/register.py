@@ -15,7 +15,7 @@ from torch.distributed import DistError
 from torch.distributed.elastic import rendezvous as elastic
 
 from ..exception import StoreError
-from ..protocol.operations import Append, Move, Operations, Wake, Write, read, read_log
+from ..protocol.operations import Append, CompareAndSet, Notify, Operations, Write, read, read_log
 from .keys import RECORD_KEY, count_key, log_key, version_key
 from .record import Admission, RendezvousRecord, Seat
 
@@ -94,7 +94,7 @@ class RecordRegister:
         record = dataclasses.replace(after, version=version, writer=next(self.store.nonces))
         expected = before.to_text() if before.version else ""
         desired = record.to_text()
-        held = self.store.execute([Move(RECORD_KEY, expected, desired)])[0] or ""
+        held = self.store.execute([CompareAndSet(RECORD_KEY, expected, desired)])[0] or ""
         if held == desired:
             # The node that wrote the version before may have died before it could wake the others.
             wakes = (self.store.wake_name(version_key(number)) for number in (version - 1, version))
@@ -120,13 +120,13 @@ class RecordRegister:
         Returns:
             The record; None if nothing came in time: then it has to be read.
         """
-        return self.read() if self.store.hear(version_key(version + 1), seconds) is not None else None
+        return self.read() if self.store.wait_for(version_key(version + 1), seconds) is not None else None
 
     def pass_on(self, version: int) -> None:
         """Wakes those that wait for a version, if its writer died before it could."""
         key = version_key(version)
         if not self.store.check([self.store.wake_name(key)]):
-            self.store.execute([Wake(key, "")])
+            self.store.execute([Notify(key, "")])
 
     def announce(self, epoch: int, admission: Admission) -> int:
         """Appends an admission to a log; returns how many there are, by the count."""

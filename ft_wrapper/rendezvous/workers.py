@@ -9,7 +9,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import TCPStore as TorchTCPStore
 from torch.distributed.elastic import rendezvous as elastic
 
-from ..protocol.operations import Operations, Wake, Write, read
+from ..protocol.operations import Notify, Operations, Write, read
 from ..store import serve
 from ..store.address import host_port, split_host_port
 from ..store.bounded import call_in_thread
@@ -25,7 +25,7 @@ _TIMEOUT = timedelta(seconds=30)  # of operations on the workers' store
 def announce_endpoint(store: Operations, round_number: int, address: str) -> None:
     """Publishes where the store of a round's workers is."""
     key = endpoint_key(round_number)
-    store.execute([Write({key: address}), Wake(wake_endpoint(round_number), "")])
+    store.execute([Write({key: address}), Notify(wake_endpoint(round_number), "")])
 
 
 def host_workers_store(address: str, port: int = 0) -> TorchTCPStore:
@@ -92,9 +92,9 @@ class WorkerStores:
             self.close()
         deadline, limit = store.now() + self._settings.join_timeout, self._settings.keep_alive_timeout
         # A caller that is interrupted leaves this client waiting, and needs the other to give up its place.
-        waiting = self._backend.connect()
+        own = self._backend.connect()
         try:
-            while call_in_thread(lambda: waiting.hear(wake, limit), "waiting for the workers' store") is None:
+            while call_in_thread(lambda: own.wait_for(wake, limit), "waiting for the workers' store") is None:
                 if self._is_lost(record.round):
                     return None
                 if store.now() >= deadline:
@@ -104,7 +104,7 @@ class WorkerStores:
                         f"within {self._settings.join_timeout:g} s"
                     )
         finally:
-            waiting.close()
+            own.close()
         text = read(store, key) or ""
         address, port = split_host_port(text)
         if not address or not port.isdecimal():

@@ -28,7 +28,7 @@ from ..monitor.frames import checkpoint_failure, forget_frames, users_part
 from ..monitor.shared_memory import Phase
 from ..protocol import Agreement
 from ..protocol.entering import Endpoint
-from ..protocol.housekeeping import note_wanted
+from ..protocol.housekeeping import note_active_target
 from ..protocol.records import CollectivePosition, Decision, SameFault, View
 from ..rank_assignment import RankAssignmentCtx, activate_if_unsaid
 from ..state import Mode, State
@@ -127,7 +127,7 @@ class Call(RestartedProcess):
         own = self.own
         if not own.is_in_time:
             log.warning(
-                "slot %d is not needed any more: the other ranks have completed the call without it",
+                "slot %d joined too late: the other ranks have completed the call; it returns None",
                 own.member.slot,
             )
             own.remember(self.state)
@@ -456,5 +456,5 @@ class Call(RestartedProcess):
     def _report_entry(self) -> None:
         """The active rank that came last reports the restart."""
         if self.state.active_rank == 0:  # at once: this rank may be lost before its monitor does so
-            note_wanted(self.own.client, self.own.member.view.n)
+            note_active_target(self.own.client, self.own.member.view.n)
         self._reporter.entered(self.state)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ..exception import InternalError, StoreError
 from ..monitor.threads import WatchedIteration
 from ..protocol import Agreement, keys
-from ..protocol.operations import Operations, Wake, read
+from ..protocol.operations import Notify, Operations, read
 from ..state import State
 from .report import RestartReport, began_before, make_report
 
@@ -123,7 +123,7 @@ class Reporter:
         key, deadline = keys.restarted(n), store.now() + settings.barrier_timeout
         while not watch.over.is_set():
             remaining = deadline - store.now()
-            said = store.hear(key, min(settings.monitor_thread_interval, remaining))
+            said = store.wait_for(key, min(settings.monitor_thread_interval, remaining))
             if said is not None:
                 said = said or read(store, store.wake_name(key))
                 return RestartReport.from_json(said) if said else None
@@ -155,7 +155,7 @@ class Reporter:
         if Agreement(self._own.client).entering.count_active(view.n) != state.active_world_size:
             return
         report = self._make(self._own.client, state, now)
-        self._own.client.execute([Wake(keys.restarted(view.n), report.to_json())])
+        self._own.client.execute([Notify(keys.restarted(view.n), report.to_json())])
         log.warning("%s", report)
         phases = {} if self.ended_at is None else dict(self.phases.seconds)
         if phases:
@@ -167,7 +167,7 @@ class Reporter:
     def ended(self) -> None:
         """The iteration has ended by a fault: its report is waited for no more."""
         if self._waits:
-            self._own.client.execute([Wake(keys.restarted(self._own.member.view.n), "")])
+            self._own.client.execute([Notify(keys.restarted(self._own.member.view.n), "")])
 
     def _make(self, store: Operations, state: State, now: float) -> RestartReport:
         member = self._own.member

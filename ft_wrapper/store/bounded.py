@@ -7,7 +7,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
 
-from ..exception import TimeoutError
+from ..exception import RestartTimeout
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ def call_in_thread(function: Callable[[], T], what: str, seconds: float | None =
         What the function returns.
 
     Raises:
-        ft_wrapper.exception.TimeoutError: it took longer.
+        ft_wrapper.exception.RestartTimeout: it took longer.
         BaseException: what the function raises.
     """
     # Taken out of the queue, an error is held by no frame of its own traceback.
@@ -47,7 +47,7 @@ def call_in_thread(function: Callable[[], T], what: str, seconds: float | None =
         result, error = answers.get(timeout=seconds)
     except queue.Empty:
         limit = timedelta(seconds=seconds or 0.0)
-        raise TimeoutError(f"{what} did not finish within timeout={limit}") from None
+        raise RestartTimeout(f"{what} did not finish within timeout={limit}") from None
     if error is not None:
         try:
             raise error

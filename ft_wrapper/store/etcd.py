@@ -9,7 +9,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import DistStoreError
 
 from ..protocol import keys as names
-from ..protocol.operations import Beat, Beats, Delete, Read, ReadLog, Step, Write, encoded, keys_of, to_text
+from ..protocol.operations import Delete, Heartbeat, Reading, Step, Write, encoded, keys_of, to_text
 from . import etcd_messages as messages
 from .address import DEFAULT_TTL
 from .etcd_client import EtcdClient
@@ -207,12 +207,12 @@ class EtcdStore(Store, StoreMixin):
 
     # The protocol's operations --------------------------------------------------------------------------
 
-    def hear(self, key: str, seconds: float) -> str | None:
+    def wait_for(self, key: str, seconds: float) -> str | None:
         deadline, name = time.monotonic() + seconds, self.wake_name(key)
         wakes = self._keys.all(names.WAKE)
         while name.startswith(names.WAKE) and (standing := self._etcd.standing_watch(wakes, self.patience)):
             remaining = deadline - time.monotonic()
-            said = standing.hear(self._keys.span(name).key, min(remaining, LOOK_AGAIN))
+            said = standing.wait_for(self._keys.span(name).key, min(remaining, LOOK_AGAIN))
             if said is None:  # what was written just now may not have been told yet
                 said = messages.value_of(self._held(name))
             if said is not None:
@@ -220,14 +220,14 @@ class EtcdStore(Store, StoreMixin):
                 return text if self.seal is None else self.seal.check(name, text) or ""
             if time.monotonic() >= deadline:
                 return None
-        return super().hear(key, deadline - time.monotonic())
+        return super().wait_for(key, deadline - time.monotonic())
 
     def _perform(self, steps: Sequence[Step]) -> list[str | None]:
         """Carries out steps: as few transactions as they fit in, and a request for each sign of life."""
         given = list[str | None]()
         for group in _groups(steps):
             match group:
-                case [Beat(key, lasts)]:
+                case [Heartbeat(key, lasts)]:
                     self._etcd.beat(f"beat of {key!r}", self._keys.beats(key), lasts, self.patience)
                     given.append(None)
                 case [Delete(keys)] if len(keys) > 1 and not _fit_together(group):
@@ -324,7 +324,7 @@ def _fit_together(steps: Sequence[Step]) -> bool:
     Entries of a log that are written at once have no order. A sign of life is no transaction.
     """
     every = [key for step in steps for key in keys_of(step)]
-    written = [key for step in steps for key in keys_of(step) if not isinstance(step, Read | ReadLog | Beats)]
-    if any(isinstance(step, Beat) for step in steps) or len(written) > len(set(written)):
+    written = [key for step in steps for key in keys_of(step) if not isinstance(step, Reading)]
+    if any(isinstance(step, Heartbeat) for step in steps) or len(written) > len(set(written)):
         return False
     return len(every) <= _KEYS_A_WRITE and sum(len(repr(step)) for step in steps) <= _BYTES_A_WRITE

@@ -347,11 +347,11 @@ class EtcdKeys:
         ]
 
     def operations(self, step: Step) -> list[Operation]:
-        """Carries out a step, any but `Beat`; it does no harm if it is carried out twice, or late."""
+        """Carries out a step, any but `Heartbeat`; it does no harm if it is carried out twice, or late."""
         match step:
             case steps.Read(key) | steps.ReadLog(key):
                 return [get(self.span(key))]
-            case steps.Beats(key):
+            case steps.ReadHeartbeat(key):
                 return [get(self.beats(key), count_only=True)]
             case steps.Count(key):
                 # Counted by entries: clients that count at once are not in each other's way.
@@ -360,13 +360,14 @@ class EtcdKeys:
                 return [self.append(key, f"{entry}\n".encode())]
             case steps.Write(values):
                 return [o for key, text in values.items() for o in self.replace(key, encoded(text))]
-            case steps.Claim(key, value) | steps.Wake(key, value):  # written again it would wake all again
+            # Written again, a notification would wake all again.
+            case steps.SetIfAbsent(key, value) | steps.Notify(key, value):
                 return [self._move(key, "", value)]
-            case steps.Move(key, expected, desired):
+            case steps.CompareAndSet(key, expected, desired):
                 return [self._move(key, expected, desired)]
             case steps.Delete(keys):
                 return [delete(self.span(key)) for key in keys]
-            case steps.Beat():
+            case steps.Heartbeat():
                 raise AssertionError("a lease is kept alive by no transaction")
 
     def _move(self, key: str, expected: str, desired: str) -> Operation:
@@ -387,11 +388,11 @@ class EtcdKeys:
                 return None if value is None else to_text(value, key, is_ours)
             case steps.ReadLog(key):
                 return to_text(value_of(answers[0].keys) or b"", key, is_ours).rstrip("\n")
-            case steps.Claim(key, desired) | steps.Move(key, _, desired):
+            case steps.SetIfAbsent(key, desired) | steps.CompareAndSet(key, _, desired):
                 (moved,) = answers
                 held = desired.encode() if moved.succeeded else value_of(moved.answers[0].keys)
                 return to_text(held or b"", key, is_ours)
-            case steps.Beats():
+            case steps.ReadHeartbeat():
                 return str(next(self._looks) if answers[0].number else steps.LAPSED)
             case steps.Count():
                 return str(answers[-1].number)

@@ -200,7 +200,7 @@ class StandingWatch:
         self._watch = Watch(client, keys, revision + 1)
         self._thread = in_background("a watch of etcd", self._run)
 
-    def hear(self, key: bytes, seconds: float) -> bytes | None:
+    def wait_for(self, key: bytes, seconds: float) -> bytes | None:
         """What one of the keys says, as soon as it is there; None if one has to look again to know.
 
         Raises:

@@ -29,7 +29,7 @@ DEFAULT_TIMEOUT = timedelta(seconds=30)
 _FIRST_LOOK = 0.5  # seconds of waiting until the first look whether the iteration has ended
 _LONGEST_LOOK = 4.0
 #: These give the text of a key.
-_TEXTS = operations.Read | operations.ReadLog | operations.Claim | operations.Move
+_Register = operations.SetIfAbsent | operations.CompareAndSet
 #: No key holds this.
 NEVER = "\x00no key holds this"
 
@@ -43,8 +43,8 @@ class StoreMixin(Barriers, ByHand):
     """A store: torch's operations, steps of these, barriers of named groups, and global iterations by hand.
 
     A store of one's own implements torch's operations. It overrides ``execute`` where it can carry out
-    several steps at once, or one of them in a better way, and ``hear`` where it can tell what a key says that
-    woke a waiter.
+    several steps at once, or one of them in a better way, and ``wait_for`` where it knows the value of a
+    notification key.
     """
 
     patience = 0.0
@@ -145,7 +145,7 @@ class StoreMixin(Barriers, ByHand):
     emit = staticmethod(events.emit)
     warn = staticmethod(logging.getLogger("ft_wrapper.protocol").warning)
 
-    def hear(self, key: str, seconds: float) -> str | None:
+    def wait_for(self, key: str, seconds: float) -> str | None:
         if self.seal is not None:
             key = self.wake_name(key)
         if seconds <= 0:
@@ -169,13 +169,13 @@ class StoreMixin(Barriers, ByHand):
 
     def _own(self, step: Step, held: str | None, seal: Seal) -> str | None:
         """A step's result without what strangers wrote; overwrites a register that a stranger wrote."""
-        if held is None or not isinstance(step, _TEXTS):
+        if held is None or not isinstance(step, operations.Read | operations.ReadLog | _Register):
             return held
-        if not held and isinstance(step, operations.ReadLog | operations.Move):
+        if not held and isinstance(step, operations.ReadLog | operations.CompareAndSet):
             return held
         text = seal.check(step.key, held)
-        if text is None and isinstance(step, operations.Claim | operations.Move) and not self.is_private:
-            if isinstance(step, operations.Move) and not step.expected:
+        if text is None and isinstance(step, _Register) and not self.is_private:
+            if isinstance(step, operations.CompareAndSet) and not step.expected:
                 raise forged(step.key)  # an absent head begins a job: that of one that is on is none
             written = self.compare_set(step.key, held, step.desired)
             text = seal.check(step.key, to_text(written, step.key, is_ours=False))
@@ -197,20 +197,20 @@ class StoreMixin(Barriers, ByHand):
                 case operations.Write(values):
                     for key, value in values.items():
                         self._call("set", prefix + key, value)
-                case operations.Wake(key, value):
+                case operations.Notify(key, value):
                     self._call("set", prefix + key, value)
-                case operations.Claim(key, desired):
+                case operations.SetIfAbsent(key, desired):
                     held = to_text(self._call("compare_set", prefix + key, "", desired), key, is_ours)
-                case operations.Move(key, expected, desired):
+                case operations.CompareAndSet(key, expected, desired):
                     was = self._call("compare_set", prefix + key, encoded(expected), desired)
                     held = to_text(was, key, is_ours)
                 case operations.ReadLog(key):
                     held = (self._read(key) or "").removesuffix("\n")
                 case operations.Count(key):
                     held = str(self._call("add", prefix + key, 1))
-                case operations.Beat(key):
+                case operations.Heartbeat(key):
                     self._call("add", prefix + key, 1)
-                case operations.Beats(key):
+                case operations.ReadHeartbeat(key):
                     held = str(self._call("add", prefix + key, 0))
                 case operations.Delete(keys):
                     for key in keys:
@@ -363,8 +363,8 @@ class PrefixStore(HoldingStore, TorchPrefixStore):
         self.wait([key])
         return super().get(key)
 
-    def hear(self, key: str, seconds: float) -> str | None:
-        return super().hear(self.wake_name(key), seconds)
+    def wait_for(self, key: str, seconds: float) -> str | None:
+        return super().wait_for(self.wake_name(key), seconds)
 
     def wake_name(self, key: str) -> str:
         return self._store.wake_name(self.namespace + key).removeprefix(self.namespace)

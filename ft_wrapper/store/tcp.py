@@ -16,7 +16,7 @@ import tenacity
 from torch._C._distributed_c10d import TCPStore as TorchTCPStore
 from torch.distributed import DistNetworkError
 
-from ..exception import StoreError, TimeoutError
+from ..exception import RestartTimeout, StoreError
 from ..protocol.keys import LIFE
 from .address import host_port, tcp_address
 from .bounded import call_in_thread
@@ -220,7 +220,7 @@ class TCPStore(HoldingStore):
         try:
             # torch's client reads without a timeout while it connects.
             return call_in_thread(connect, f"connecting to {self._where}", left + _LAST_WORDS)
-        except TimeoutError:
+        except RestartTimeout:
             raise StoreError(
                 f"no TCPStore answers at {self._where} within {self.patience:g} s, though somebody "
                 "listens there; see whether that process is stopped, or another program has the port"

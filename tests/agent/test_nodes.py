@@ -144,7 +144,7 @@ class Cluster:
     def await_first(self) -> None:
         """Waits until the first node has said which options are the job's: others are compared with these."""
         store = connect(self._endpoint, timedelta(seconds=TIMEOUT))
-        assert store.hear(version_key(1), TIMEOUT) is not None
+        assert store.wait_for(version_key(1), TIMEOUT) is not None
         store.close()
 
     def inside(self, world_size: int, iteration: int | None = None) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from ft_wrapper.monitor.heart import HeartBeat
 from ft_wrapper.protocol import Agreement, keys
 from ft_wrapper.protocol.deaths import report_deaths
 from ft_wrapper.protocol.entering import Endpoint, Sizes
-from ft_wrapper.protocol.housekeeping import note_wanted
+from ft_wrapper.protocol.housekeeping import note_active_target
 from ft_wrapper.protocol.membership import Membership
 from ft_wrapper.protocol.records import Decision, Fault, Member, MemberRecord, View
 from ft_wrapper.rank_assignment import RankAssignment, RankAssignmentCtx, RankDiscarded
@@ -229,7 +229,7 @@ class SimulatedProcess(RestartedProcess):
     def await_abort(self) -> None:
         if self.inside is not None:  # its own fault has ended the iteration: so it is heard
             seconds = self.simulation.scenario.step_seconds
-            self._job.agreement.store.hear(keys.wake_end(self.inside), seconds)
+            self._job.agreement.store.wait_for(keys.wake_end(self.inside), seconds)
             self._hear_of_end()
 
     def complete(self) -> None:
@@ -259,14 +259,14 @@ class SimulatedProcess(RestartedProcess):
         if state.active_rank is None:
             return Outcome(has_returned=True)
         if state.active_rank == 0:
-            note_wanted(store, n)
+            note_active_target(store, n)
         raises = simulation.raises(self)
         for step in range(scenario.steps):
             if raises is not None and step == scenario.steps - 1:
                 simulation.raised(self, raises)
                 return Outcome(error=RuntimeError("simulated"))
             # The wrapper waits in another thread, which interrupts this one.
-            if store.hear(keys.wake_end(n), scenario.step_seconds) is not None:
+            if store.wait_for(keys.wake_end(n), scenario.step_seconds) is not None:
                 self._hear_of_end()
                 return Outcome()
         self.inside = None

@@ -15,7 +15,7 @@ from counted import CountedStore
 from ft_wrapper.exception import StoreError
 from ft_wrapper.monitor.heart import Heart, HeartBeat
 from ft_wrapper.protocol import Agreement, keys
-from ft_wrapper.protocol.operations import Beat, Step
+from ft_wrapper.protocol.operations import Heartbeat, Step
 from ft_wrapper.protocol.records import Member, MemberRecord, View
 from ft_wrapper.settings import Limits
 from ft_wrapper.store import StoreMixin
@@ -187,7 +187,7 @@ class Heard(FakeStore):
 
     def execute(self, steps: Sequence[Step]) -> list[str | None]:
         match steps:
-            case [Beat(key)]:
+            case [Heartbeat(key)]:
                 with self.changed:
                     self.beats_sent[key.rpartition("/")[2]] += 1
                     self.changed.notify_all()

@@ -19,7 +19,7 @@ from ft_wrapper.monitor.heart import Heart
 from ft_wrapper.monitor.rank_monitor import RankMonitor
 from ft_wrapper.protocol import Agreement
 from ft_wrapper.protocol.keys import BEFORE_FIRST
-from ft_wrapper.protocol.operations import Beat, Step
+from ft_wrapper.protocol.operations import Heartbeat, Step
 from ft_wrapper.protocol.records import Member
 from ft_wrapper.settings import Limits
 from ft_wrapper.store import StoreMixin
@@ -39,7 +39,7 @@ class Unreliable(FakeStore):
         self.has_recovered = threading.Event()
 
     def execute(self, steps: Sequence[Step]) -> list[str | None]:
-        if isinstance(steps[0], Beat):
+        if isinstance(steps[0], Heartbeat):
             self.beats_sent += 1
             if self.beats_sent in (2, 3):
                 raise StoreUnavailable("etcd at nowhere: got no answer")
@@ -102,10 +102,10 @@ def test_a_store_that_cannot_be_reached_at_first(settings: Limits, caplog: pytes
 class Leaving(CountedStore):
     """A store whose members say goodbye one after the other, each when it is waited for."""
 
-    def hear(self, key: str, seconds: float) -> str | None:
+    def wait_for(self, key: str, seconds: float) -> str | None:
         if "/goodbye/" in key:
             Agreement(self).ends.say_goodbye(Member.parse(key.rpartition("/")[2], key))
-        return super().hear(key, seconds)
+        return super().wait_for(key, seconds)
 
 
 def test_goodbyes_are_waited_for_without_reading_all_of_them_each_time(settings: Limits) -> None:

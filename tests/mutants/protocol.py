@@ -162,15 +162,15 @@ MUTANTS = [
     _job(
         "holds-for-ever",
         ITERATION,
-        "if hold and awaited_replacements(",
-        "if awaited_replacements(",
+        "holds = hold and awaited_replacements(",
+        "holds = awaited_replacements(",
         "a replacement that was announced is waited for only rejoin_wait",
     ),
     _job(
         "holds-never",
         ITERATION,
-        "if hold and awaited_replacements(",
-        "if not hold and awaited_replacements(",
+        "holds = hold and awaited_replacements(",
+        "holds = not hold and awaited_replacements(",
         "one restart with the replacement in, and not two",
     ),
     _job(
@@ -183,8 +183,8 @@ MUTANTS = [
     _job(
         "holds-though-there-are-spares",
         ITERATION,
-        " and len(chosen.members) < self.wanted():",
-        ":",
+        "if holds and len(chosen.members) < self.active_target():",
+        "if holds:",
         "with a spare in its place no one waits for a replacement",
     ),
     _job(
@@ -205,9 +205,9 @@ MUTANTS = [
         "decision-written-after-head",
         ITERATION,
         """                Write(written),
-                Move(keys.HEAD, "" if head is None else str(head), str(proposal)),
+                CompareAndSet(keys.HEAD, "" if head is None else str(head), str(proposal)),
 """,
-        """                Move(keys.HEAD, "" if head is None else str(head), str(proposal)),
+        """                CompareAndSet(keys.HEAD, "" if head is None else str(head), str(proposal)),
                 Write(written),
 """,
         "what head leads to is there before head is; the first of three results is not used",
@@ -215,15 +215,15 @@ MUTANTS = [
     _job(
         "head-moves-from-anything",
         ITERATION,
-        'Move(keys.HEAD, "" if head is None else str(head), str(proposal)),',
-        'Move(keys.HEAD, read(self.store, keys.HEAD) or "", str(proposal)),',
+        'CompareAndSet(keys.HEAD, "" if head is None else str(head), str(proposal)),',
+        'CompareAndSet(keys.HEAD, read(self.store, keys.HEAD) or "", str(proposal)),',
         "head moves only from the iteration that the proposal is about",
     ),
     _job(
         "decision-wakes-nobody",
         ITERATION,
-        "                Wake(keys.wake_head(proposal.n), str(proposal)),\n            ]",
-        "                Wake(keys.wake_head(proposal.n - 1), str(proposal)),\n            ]",
+        "                Notify(keys.wake_head(proposal.n), str(proposal)),\n            ]",
+        "                Notify(keys.wake_head(proposal.n - 1), str(proposal)),\n            ]",
         "who waits for the decision hears of it at once",
     ),
     _job(
@@ -243,8 +243,8 @@ MUTANTS = [
     _job(
         "arrival-counted-elsewhere",
         ITERATION,
-        "Append(keys.arrived(view.n), arrival), Count(keys.count_gone(view.n))",
-        "Append(keys.arrived(view.n), arrival), Count(keys.count_gone(view.n + 1))",
+        "keys.arrived(view.n), arrival, keys.count_gone(view.n))",
+        "keys.arrived(view.n), arrival, keys.count_gone(view.n + 1))",
         "arrivals and deaths of one iteration are counted together",
     ),
     _job(
@@ -328,15 +328,15 @@ MUTANTS = [
     _job(
         "wakes-before-the-end",
         ENDS,
-        'return [Claim(keys.end(n), outcome), Wake(keys.wake_end(n), "1")]',
-        'return [Claim(keys.end(n), outcome), Wake(keys.wake_end(n), "1")][::-1]',
+        'return [SetIfAbsent(keys.end(n), outcome), Notify(keys.wake_end(n), "1")]',
+        'return [SetIfAbsent(keys.end(n), outcome), Notify(keys.wake_end(n), "1")][::-1]',
         "who is woken finds the end written",
     ),
     _job(
         "end-wakes-nobody",
         ENDS,
-        'Claim(keys.end(n), outcome), Wake(keys.wake_end(n), "1")]',
-        'Claim(keys.end(n), outcome), Wake(keys.wake_end(n - 1), "1")]',
+        'SetIfAbsent(keys.end(n), outcome), Notify(keys.wake_end(n), "1")]',
+        'SetIfAbsent(keys.end(n), outcome), Notify(keys.wake_end(n - 1), "1")]',
         "who is in the function hears of the end at once",
     ),
     _job(
@@ -561,22 +561,22 @@ MUTANTS = [
     _job(
         "joins-are-not-gathered",
         JOINING,
-        "(self._store.now() >= due and self._is_wanted())",
-        "self._is_wanted()",
+        "(self._store.now() >= due and self._should_end_iteration())",
+        "self._should_end_iteration()",
         "joins are gathered before one of them ends the iteration",
     ),
     _job(
         "wanted-though-nothing-is-missing",
         JOINING,
-        "return 0 < self.joining.entering.active_in(self.view.n) < self._iterations.wanted()",
-        "return 0 < self.joining.entering.active_in(self.view.n) <= self._iterations.wanted()",
+        "return 0 < self.joining.entering.active_in(self.view.n) < self._iterations.active_target()",
+        "return 0 < self.joining.entering.active_in(self.view.n) <= self._iterations.active_target()",
         "degraded: only if fewer ranks are active than wanted",
     ),
     _job(
         "wanted-though-nobody-has-entered",
         JOINING,
-        "return 0 < self.joining.entering.active_in(self.view.n) < self._iterations.wanted()",
-        "return self.joining.entering.active_in(self.view.n) < self._iterations.wanted()",
+        "return 0 < self.joining.entering.active_in(self.view.n) < self._iterations.active_target()",
+        "return self.joining.entering.active_in(self.view.n) < self._iterations.active_target()",
         "as long as no one has entered it is not known how many are active",
     ),
     _job(
@@ -708,8 +708,8 @@ MUTANTS = [
     _job(
         "wanted-goes-down",
         HOUSEKEEPING,
-        'if active > to_number(wanted or "0", keys.WANTED):',
-        'if active != to_number(wanted or "0", keys.WANTED):',
+        'if active > to_number(target or "0", keys.ACTIVE_TARGET):',
+        'if active != to_number(target or "0", keys.ACTIVE_TARGET):',
         "wanted is the most active ranks that any iteration had",
     ),
     _job(
@@ -730,14 +730,14 @@ MUTANTS = [
     _job(
         "exchange-wakes-first",
         ENTERING,
-        'Claim(verdict_key, "computed"), Wake(wake_key, "1")',
-        'Wake(wake_key, "1"), Claim(verdict_key, "computed")',
+        'SetIfAbsent(verdict_key, "computed"), Notify(wake_key, "1")',
+        'Notify(wake_key, "1"), SetIfAbsent(verdict_key, "computed")',
         "who is woken finds the verdict",
     ),
     _job(
         "exchange-is-not-abandoned",
         ENTERING,
-        'operations.claim(self, verdict_key, "abandoned") != "computed"',
+        'operations.set_if_absent(self, verdict_key, "abandoned") != "computed"',
         'read(self, verdict_key) != "computed"',
         "who gives up rules out that others get their result later",
     ),

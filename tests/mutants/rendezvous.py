@@ -125,8 +125,8 @@ RENDEZVOUS: list[Mutant] = [
     _of(
         "register",
         "waits-for-the-version-that-it-knows",
-        "self.store.hear(version_key(version + 1), seconds) is not None",
-        "self.store.hear(version_key(version), seconds) is not None",
+        "self.store.wait_for(version_key(version + 1), seconds) is not None",
+        "self.store.wait_for(version_key(version), seconds) is not None",
         "a wait ends with a change, not at once",
     ),
     _of(
@@ -160,8 +160,8 @@ RENDEZVOUS: list[Mutant] = [
     _of(
         "register",
         "reads-then-waits",
-        "return self.read() if self.store.hear(version_key(version + 1), seconds) is not None else None",
-        "return (self.read(), self.store.hear(version_key(version + 1), seconds) is not None)[0]",
+        "return self.read() if self.store.wait_for(version_key(version + 1), seconds) is not None else None",
+        "return (self.read(), self.store.wait_for(version_key(version + 1), seconds) is not None)[0]",
         "the record is read once the wake-up has come",
     ),
     _of(

@@ -240,7 +240,7 @@ class WaitsForTheNext(Joining):
         self.ends.end_iteration(view.n, FAULT)
         counter = self._current().n
         while (
-            self.store.hear(keys.wake_head(counter + 1), 10.0) is None
+            self.store.wait_for(keys.wake_head(counter + 1), 10.0) is None
             and self.ends.outcome_of(counter) != DONE
         ):
             pass
@@ -288,7 +288,7 @@ class NumberThenRecordStore(SimulatedStore):
             case ReadLog(key) if "/join/" in key:
                 entries = []
                 for number in range(1, self.add(f"{key}/count", 0) + 1):
-                    self.hear(f"{key}/{number}", LONG)
+                    self.wait_for(f"{key}/{number}", LONG)
                     entries.append(self.get(f"{key}/{number}").decode())
                 return "\n".join(entries)
         return super().execute([step])[0]
@@ -332,7 +332,7 @@ class EndsWithoutRegister(Ends):
             self.store.set(keys.wake_end(n), "1")
 
     def wait_for_end(self, n: int, seconds: float) -> str | None:
-        self.store.hear(keys.wake_end(n), seconds)
+        self.store.wait_for(keys.wake_end(n), seconds)
         outcome = self.outcome_of(n)
         if outcome is None and self._size and len(self.finished_in(n)) >= self._size:
             return DONE
@@ -366,7 +366,7 @@ class SuspectsLoggedWatch(NeighbourWatch):
 class Unbounded(GlobalIteration):
     def await_next(self, view: View, member: Member, limits: Limits, *more: Any) -> View | None:
         deadline = self.store.now() + limits.barrier_timeout
-        while self.store.hear(keys.wake_head(view.n + 1), 1.0) is None:
+        while self.store.wait_for(keys.wake_head(view.n + 1), 1.0) is None:
             if self.read_head() == view.head:
                 self.advance(view, member, drop_missing=self.store.now() >= deadline)
         return super().await_next(view, member, limits, *more)

@@ -72,7 +72,7 @@ def test_time_jumps_to_the_earliest_deadline() -> None:
     woken = []
 
     def wait(client: FakeStore, key: str, seconds: float) -> None:
-        assert client.hear(key, seconds) is None
+        assert client.wait_for(key, seconds) is None
         woken.append((key, client.now()))
 
     for key, seconds in (("late", 50.0), ("soon", 2.5)):

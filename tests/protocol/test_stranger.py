@@ -6,7 +6,7 @@ import pytest
 
 from ft_wrapper.exception import StoreError
 from ft_wrapper.protocol import Agreement, keys
-from ft_wrapper.protocol.operations import Move
+from ft_wrapper.protocol.operations import CompareAndSet
 from ft_wrapper.protocol.seal import Seal
 from ft_wrapper.testing import FakeStore
 from ft_wrapper.testing.scheduler import RandomPolicy
@@ -34,7 +34,7 @@ def test_a_head_that_somebody_else_has_written(forged: str) -> None:
     stranger = job.clone()
     late = job.clone()
     job.seal, late.seal = (Seal(b"a secret of the job's", "store", lambda key: None) for _ in range(2))
-    job.execute([Move(keys.HEAD, "", "0:3:own")])
+    job.execute([CompareAndSet(keys.HEAD, "", "0:3:own")])
     assert str(Agreement(job).iterations.read_head()) == "0:3:own"
     stranger.set(keys.HEAD, forged)
     assert str(Agreement(job).iterations.read_head()) == "0:3:own"  # for those who have seen it
@@ -42,6 +42,6 @@ def test_a_head_that_somebody_else_has_written(forged: str) -> None:
         Agreement(late).iterations.read_head()
     if forged:  # an empty one is as good as deleted
         with pytest.raises(StoreError, match="was not written with the secret"):
-            late.execute([Move(keys.HEAD, "", "0:0:another")])
-        assert job.execute([Move(keys.HEAD, "0:3:own", "0:4:own")]) == ["0:4:own"]
+            late.execute([CompareAndSet(keys.HEAD, "", "0:0:another")])
+        assert job.execute([CompareAndSet(keys.HEAD, "0:3:own", "0:4:own")]) == ["0:4:own"]
         assert str(Agreement(late).iterations.read_head()) == "0:4:own"

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-from ft_wrapper.protocol.operations import Beat, Step
+from ft_wrapper.protocol.operations import Heartbeat, Step
 from ft_wrapper.rendezvous.executor import Executor
 from ft_wrapper.rendezvous.keys import RECORD_KEY
 from ft_wrapper.rendezvous.moves import adopt_rank_policy, close
@@ -198,7 +198,7 @@ class SimulatedNode:
 
         def note_beat(steps: Sequence[Step]) -> list[str | None]:
             given = execute(steps)
-            if any(isinstance(step, Beat) for step in steps):
+            if any(isinstance(step, Heartbeat) for step in steps):
                 self.heard_at = scheduler.now()
             return given
 

@@ -976,7 +976,7 @@ def test_store_of_an_iteration_speaks_of_the_whole_job(job: AnyJob) -> None:
 def test_job_of_the_wrapper_is_joined_by_the_wrapper_only() -> None:
     store = FakeStore(Scheduler())
     Agreement(store).joining.agree_on_terms(0, 0, {"function": "train"})
-    with pytest.raises(RestartError, match="the job runs under the wrapper"):
+    with pytest.raises(RestartError, match="the job is the wrapper's"):
         store.handle_rank_restart(1, TIMEOUT, rank=0)
     assert (
         Agreement(store).iterations.read_head() is None

@@ -22,7 +22,7 @@ from store_helpers import Background
 
 from ft_wrapper.exception import StoreError
 from ft_wrapper.protocol.keys import WAKE
-from ft_wrapper.protocol.operations import Beat, beats
+from ft_wrapper.protocol.operations import Heartbeat, read_heartbeat
 from ft_wrapper.store import EtcdStore
 from ft_wrapper.store.address import Endpoint, parse_endpoints
 from ft_wrapper.store.etcd_client import EtcdClient
@@ -460,8 +460,8 @@ def test_a_store_needs_no_permission_outside_its_prefix(guarded: EtcdServer) -> 
             waiting.join()
         assert store.add("counter", 2) == 2 and store.append("k", "2") is None
         assert store.get("k") == b"12" and store.delete_key("k")
-        store.execute([Beat("heart", 60.0)])
-        assert beats(other, "heart") > 0
+        store.execute([Heartbeat("heart", 60.0)])
+        assert read_heartbeat(other, "heart") > 0
         assert other.remove()
 
 

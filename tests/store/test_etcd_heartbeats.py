@@ -14,7 +14,7 @@ from store_helpers import Background
 
 from ft_wrapper.exception import StoreError
 from ft_wrapper.protocol import Agreement, keys
-from ft_wrapper.protocol.operations import LAPSED, Beat, beats
+from ft_wrapper.protocol.operations import LAPSED, Heartbeat, read_heartbeat
 from ft_wrapper.protocol.records import Member
 from ft_wrapper.protocol.silence import CounterObserver, HeartbeatObserver, beat_lasts
 from ft_wrapper.rendezvous.keys import alive_key
@@ -107,14 +107,14 @@ def test_a_sign_of_life_is_one_request(relay: Relay, make: Make) -> None:
     store = make(relay.endpoint)
     relay.wait_for("lease/keepalive", 1)  # of the job's lease
     before = len(relay.requests)
-    store.execute([Beat("k", 60.0)])
+    store.execute([Heartbeat("k", 60.0)])
     assert relay.requests[before:] == ["lease/grant", "kv/txn"]
     for _ in range(3):
-        store.execute([Beat("k", 60.0)])
+        store.execute([Heartbeat("k", 60.0)])
     assert relay.requests[before + 2 :] == ["lease/keepalive"] * 3
-    beats(store, "k")
+    read_heartbeat(store, "k")
     assert relay.requests[before + 5 :] == ["kv/txn"]
-    beats(store, "k")
+    read_heartbeat(store, "k")
     (entry,) = store._etcd.client.read(store._keys.entries("k"))
     assert entry.create_revision == entry.mod_revision
 
@@ -130,7 +130,7 @@ def test_how_long_it_lasts(timeout: float, interval: float, lasts: float) -> Non
 @pytest.mark.parametrize(("lasts", "granted"), [(0.1, 2), (2.0, 2), (7.5, 8), (600.0, 600)])
 def test_time_of_the_lease(etcd: EtcdServer, make: Make, lasts: float, granted: int) -> None:
     store = make(etcd.endpoints)
-    store.execute([Beat(KEY, lasts)])
+    store.execute([Heartbeat(KEY, lasts)])
     (lease,) = entries(store).values()
     reply = ask(store._etcd.client, "lease/timetolive", {"ID": str(lease)})
     assert int(reply["grantedTTL"]) == granted
@@ -138,9 +138,9 @@ def test_time_of_the_lease(etcd: EtcdServer, make: Make, lasts: float, granted: 
 
 def test_another_time_makes_another_lease(etcd: EtcdServer, make: Make) -> None:
     store = make(etcd.endpoints)
-    store.execute([Beat(KEY, 60.0)])
-    store.execute([Beat(KEY, 30.0)])
-    store.execute([Beat(KEY, 30.0)])
+    store.execute([Heartbeat(KEY, 60.0)])
+    store.execute([Heartbeat(KEY, 30.0)])
+    store.execute([Heartbeat(KEY, 30.0)])
     assert len(entries(store)) == 2
 
 
@@ -149,8 +149,8 @@ def test_leases_of_those_who_come_and_go_do_not_stay(etcd: EtcdServer, make: Mak
     began = revision(store)
     for number in range(30):
         clone = store.clone()
-        clone.execute([Beat(KEY, SHORT)])
-        store.execute([Beat(f"of {number}", SHORT)])
+        clone.execute([Heartbeat(KEY, SHORT)])
+        store.execute([Heartbeat(f"of {number}", SHORT)])
     leases = set(store._etcd._beats.values())
     assert len(leases) == 31  # those of clones for one key are one
     await_lapses(store, began, 1)
@@ -221,7 +221,7 @@ def test_each_node_of_a_rendezvous(etcd: EtcdServer, make: Make) -> None:
     state = RendezvousRecord(1, 3, complete=True, policy=RoundPolicy.GROUP, seats=seats)
     watch = NodeWatch(store, nodes[0], 15.0, 2.5)
     for node in nodes[1:]:
-        store.clone().execute([Beat(alive_key(node.name), 60.0)])
+        store.clone().execute([Heartbeat(alive_key(node.name), 60.0)])
     for _ in range(12):  # one that has just begun judges no one yet
         assert watch.silent(state) == []
         clock.advance(2.5)
@@ -235,13 +235,13 @@ def test_each_node_of_a_rendezvous(etcd: EtcdServer, make: Make) -> None:
 def test_through_a_prefix(etcd: EtcdServer, make: Make) -> None:
     store = make(etcd.endpoints)
     part = PrefixStore(5, store)
-    assert beats(part, "k") == LAPSED
-    part.execute([Beat("k", 60.0)])
-    first = beats(part, "k")
-    assert 0 < first < beats(part, "k") and beats(store, "k") == LAPSED
+    assert read_heartbeat(part, "k") == LAPSED
+    part.execute([Heartbeat("k", 60.0)])
+    first = read_heartbeat(part, "k")
+    assert 0 < first < read_heartbeat(part, "k") and read_heartbeat(store, "k") == LAPSED
     (name,) = store.list_keys()
     assert name.endswith("/k") and part.check(["k"])
-    assert part.delete_key("k") and beats(part, "k") == LAPSED and store.list_keys() == []
+    assert part.delete_key("k") and read_heartbeat(part, "k") == LAPSED and store.list_keys() == []
 
 
 def test_after_a_fork(etcd: EtcdServer, make: Make) -> None:
@@ -325,10 +325,10 @@ def test_lost_answers(relay: Relay, etcd: EtcdServer, make: Make) -> None:
     relay.wait_for("lease/keepalive", 1)
     for path in ("lease/grant", "kv/txn"):
         relay.lose_answer(path)
-    store.execute([Beat(KEY, 60.0)])
+    store.execute([Heartbeat(KEY, 60.0)])
     relay.lose_answer("lease/keepalive")
-    store.execute([Beat(KEY, 60.0)])
-    assert beats(other, KEY) > 0 and len(entries(other)) == 1
+    store.execute([Heartbeat(KEY, 60.0)])
+    assert read_heartbeat(other, KEY) > 0 and len(entries(other)) == 1
 
 
 def test_a_lease_that_runs_out_before_it_is_used(etcd: EtcdServer, make: Make) -> None:
@@ -342,10 +342,10 @@ def test_a_lease_that_runs_out_before_it_is_used(etcd: EtcdServer, make: Make) -
 
     client.grant = grant_too_late  # type: ignore[method-assign]
     with pytest.raises(StoreError, match=r"beat of .*lease not found"):
-        store.execute([Beat(KEY, 60.0)])
+        store.execute([Heartbeat(KEY, 60.0)])
     client.grant = grant  # type: ignore[method-assign]
-    store.execute([Beat(KEY, 60.0)])
-    assert beats(store, KEY) > 0
+    store.execute([Heartbeat(KEY, 60.0)])
+    assert read_heartbeat(store, KEY) > 0
 
 
 # The end of a job

@@ -438,7 +438,7 @@ def test_threads_that_wait_to_be_woken_cost_no_traffic(
     before = relay.requests.count("kv/txn")
     clients = [store.clone() for _ in range(number)]
     waiting = [
-        Background(lambda client=client, one=one: client.hear(f"{names.WAKE}{one}", 60.0))  # type: ignore[misc]
+        Background(lambda client=client, one=one: client.wait_for(f"{names.WAKE}{one}", 60.0))  # type: ignore[misc]
         for one, client in enumerate(clients)
     ]
     relay.wait_for("kv/txn", before + 1)  # what is there, and as of when to watch
@@ -460,11 +460,11 @@ def test_wait_after_a_compaction_costs_no_more(relay: Relay, etcd: EtcdServer, m
     ask(client, "kv/compaction", {"revision": str(store._etcd.read("revision", [], 30.0)[0])})
     client.close()
     before = len(relay.requests)
-    assert store.hear(f"{names.WAKE}k", 1.0) is None
+    assert store.wait_for(f"{names.WAKE}k", 1.0) is None
     # What is there, and as of when to watch; wakes; whether it is there in the end.
     assert sorted(relay.requests[before:]) == [*["kv/txn"] * 2, "watch"]
     other = make(etcd.endpoints)
-    waiting = Background(lambda: store.hear(f"{names.WAKE}k", 60.0))
+    waiting = Background(lambda: store.wait_for(f"{names.WAKE}k", 60.0))
     other.set(f"{names.WAKE}k", "1")
     assert waiting.join() == "1"
 
@@ -472,13 +472,13 @@ def test_wait_after_a_compaction_costs_no_more(relay: Relay, etcd: EtcdServer, m
 def test_a_key_that_is_deleted_wakes_nobody_who_comes_later(etcd: EtcdServer, make: Make) -> None:
     store, other = make(etcd.endpoints), make(etcd.endpoints)
     deleted, kept = f"{names.WAKE}a", f"{names.WAKE}b"
-    assert store.hear(deleted, 0.0) is None
+    assert store.wait_for(deleted, 0.0) is None
     other.set(deleted, "1")
-    assert store.hear(deleted, 60.0) == "1"
+    assert store.wait_for(deleted, 60.0) == "1"
     other.delete_key(deleted)
     other.set(kept, "1")
-    assert store.hear(kept, 60.0) == "1"  # the watch is past the deletion
-    assert store.hear(deleted, 0.0) is None
+    assert store.wait_for(kept, 60.0) == "1"  # the watch is past the deletion
+    assert store.wait_for(deleted, 0.0) is None
 
 
 # The life of a job
@@ -532,7 +532,7 @@ def test_blocked_wait_is_told_that_the_job_is_gone(
     """By its next look."""
     monkeypatch.setattr("ft_wrapper.store.etcd.LOOK_AGAIN", 0.5)
     store = make(relay.endpoint)
-    waiting = Background(lambda: store.hear(key, 60.0))
+    waiting = Background(lambda: store.wait_for(key, 60.0))
     relay.wait_for("watch", 1)
     make(etcd.endpoints).remove()
     with pytest.raises(StoreError, match="the job's keys are gone"):

@@ -15,7 +15,7 @@ from ft_wrapper.protocol.housekeeping import (
     SETTLES_AFTER,
     SLICE,
     Housekeeper,
-    note_wanted,
+    note_active_target,
 )
 from ft_wrapper.protocol.operations import Delete, Step, read
 from ft_wrapper.protocol.records import Member
@@ -25,15 +25,15 @@ from ft_wrapper.testing import Clock
 
 def test_the_wanted_size_is_the_largest_that_any_iteration_had(job_store: StoreMixin) -> None:
     store = job_store
-    assert Agreement(store).iterations.wanted() == 0
-    assert not note_wanted(store, 0)  # no one has entered it
+    assert Agreement(store).iterations.active_target() == 0
+    assert not note_active_target(store, 0)  # no one has entered it
     for n, (world, active) in enumerate([(4, 3), (3, 2), (5, 4)]):
         store.set(keys.meeting(n), f"host 1 {world} {active}")
-        assert note_wanted(store, n)
-    assert Agreement(store).iterations.wanted() == 4
+        assert note_active_target(store, n)
+    assert Agreement(store).iterations.active_target() == 4
     assert Agreement(store).entering.active_in(1) == 2
-    note_wanted(store, 0)
-    assert Agreement(store).iterations.wanted() == 4
+    note_active_target(store, 0)
+    assert Agreement(store).iterations.active_target() == 4
 
 
 def test_a_spare_is_known_once_others_have_all_active_ranks(job_store: StoreMixin) -> None:
@@ -197,7 +197,7 @@ def test_the_keys_of_superseded_members_and_past_calls_go(job_store: StoreMixin)
 @pytest.mark.parametrize(
     ("key", "read"),
     [
-        (keys.WANTED, lambda store: Agreement(store).iterations.wanted()),
+        (keys.ACTIVE_TARGET, lambda store: Agreement(store).iterations.active_target()),
         (keys.meeting(3), lambda store: Agreement(store).entering.active_in(3)),
         (keys.SETTLED, lambda store: Agreement(store).joining.short_iterations_before(3)),
         (keys.finished(3), lambda store: Agreement(store).ends.finished_in(3)),

@@ -77,7 +77,7 @@ def test_who_comes_now_ends_the_iteration_after_the_window() -> None:
 @pytest.mark.parametrize(("active", "lacks"), [(2, True), (3, False)])
 def test_who_comes_degraded_ends_it_only_if_ranks_lack(active: int, lacks: bool) -> None:
     store, view, members = formed([0, 1, 2])
-    store.set(keys.WANTED, "3")
+    store.set(keys.ACTIVE_TARGET, "3")
     store.set(keys.meeting(0), f"host 1 3 {active}")
     ended = ends(store, 0)
     at(store, 50.0, lambda: go_on(store, view, members))
@@ -327,7 +327,7 @@ def test_members_that_fell_silent_all_together_are_given_up_by_who_wants_in(beat
 def dies_and_returns(store: StoreMixin) -> tuple[View, list[Member]]:
     """A job of two, the second of which has died, and is to come back."""
     view, members = formed_in(store, [0, 1])
-    store.set(keys.WANTED, "2")
+    store.set(keys.ACTIVE_TARGET, "2")
     Agreement(store).ends.log_deaths(0, {members[1]: None}, ends=True, returns=True)
     store.add(keys.count_gone(0), 1)
     return view, members
@@ -356,7 +356,7 @@ def test_a_restart_does_not_wait_for_long_for_an_announced_replacement() -> None
 
 def test_no_restart_waits_for_a_replacement_that_nobody_lacks(job_store: StoreMixin) -> None:
     view, members = formed_in(job_store, [0, 1, 2])
-    job_store.set(keys.WANTED, "2")  # and a spare
+    job_store.set(keys.ACTIVE_TARGET, "2")  # and a spare
     Agreement(job_store).ends.log_deaths(0, {members[1]: None}, ends=True, returns=True)
     Agreement(job_store).iterations.count_deaths(view)
     current = go_on(job_store, view, [members[0], members[2]])

@@ -81,7 +81,7 @@ def test_no_call_outlasts_the_host(host: SilentHost, connect: Connect, what: str
 WAITS: dict[str, Callable[[TCPStore], object]] = {
     "wait": lambda store: store.wait(["never"], LONG),
     "get": lambda store: store.get("never"),
-    "hear": lambda store: store.hear("never", LONG.total_seconds()),
+    "wait_for": lambda store: store.wait_for("never", LONG.total_seconds()),
     "torch's own": lambda store: store.torch_store.wait(["never"], LONG),
 }
 

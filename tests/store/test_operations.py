@@ -125,10 +125,10 @@ def test_wait_in_vain(store: StoreMixin) -> None:
 
 
 def test_who_waits_hears_whether_it_came(store: StoreMixin) -> None:
-    assert store.hear("k", 0.0) is None
+    assert store.wait_for("k", 0.0) is None
     store.set("k", "1")
-    assert store.hear("k", 0.0) is not None
-    assert store.hear("k", 5.0) is not None
+    assert store.wait_for("k", 0.0) is not None
+    assert store.wait_for("k", 5.0) is not None
 
 
 def test_clone_sees_the_same_and_can_wait_meanwhile(store: StoreMixin) -> None:

@@ -15,7 +15,16 @@ from hypothesis import strategies as some
 
 from ft_wrapper.exception import StoreError
 from ft_wrapper.monitor.service import MonitorService
-from ft_wrapper.protocol.operations import Append, Claim, Move, Read, ReadLog, Write, claim, read
+from ft_wrapper.protocol.operations import (
+    Append,
+    CompareAndSet,
+    Read,
+    ReadLog,
+    SetIfAbsent,
+    Write,
+    read,
+    set_if_absent,
+)
 from ft_wrapper.protocol.seal import Seal
 from ft_wrapper.store import StoreMixin, TCPStore, TCPStoreServer, secret
 
@@ -87,21 +96,27 @@ def test_who_has_no_secret_reads_and_does_not_write() -> None:
 def test_each_step_is_sealed(job_store: StoreMixin, forged: bytes) -> None:
     with contextlib.closing(job_store.clone()) as own, contextlib.closing(job_store.clone()) as stranger:
         own.seal = seal()
-        own.execute([Write({"text": "a", "other": "b"}), Append("log", "c"), Claim("register", "d")])
+        own.execute([Write({"text": "a", "other": "b"}), Append("log", "c"), SetIfAbsent("register", "d")])
         steps = [
             Read("text"),
             Read("other"),
             ReadLog("log"),
-            Move("register", "d", "e"),
-            Claim("register", "f"),
+            CompareAndSet("register", "d", "e"),
+            SetIfAbsent("register", "f"),
         ]
         assert own.execute(steps) == ["a", "b", "c", "e", "e"]
         for key in ("text", "other", "register"):
             stranger.set(key, forged)
         stranger.append("log", forged + b"\n")
-        assert own.execute([*steps[:3], Read("absent"), Claim("register", "f")]) == ["a", "b", "c", None, "f"]
+        assert own.execute([*steps[:3], Read("absent"), SetIfAbsent("register", "f")]) == [
+            "a",
+            "b",
+            "c",
+            None,
+            "f",
+        ]
         stranger.set("register", forged)
-        assert own.execute([Move("register", "f", "g")]) == ["g"] if forged else [None]
+        assert own.execute([CompareAndSet("register", "f", "g")]) == ["g"] if forged else [None]
 
 
 def test_a_register_that_is_overwritten_twice_is_named(
@@ -117,7 +132,7 @@ def test_a_register_that_is_overwritten_twice_is_named(
 
         monkeypatch.setattr(own, "_call", beaten)
         with pytest.raises(StoreError, match="register"):
-            claim(own, "register", "own")
+            set_if_absent(own, "register", "own")
         assert stranger.get("register") == b"two"
 
 

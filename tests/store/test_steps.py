@@ -14,16 +14,16 @@ from ft_wrapper.protocol import keys
 from ft_wrapper.protocol.operations import (
     LAPSED,
     Append,
-    Beat,
-    Beats,
-    Claim,
+    CompareAndSet,
     Count,
     Delete,
-    Move,
+    Heartbeat,
+    Notify,
     Read,
+    ReadHeartbeat,
     ReadLog,
+    SetIfAbsent,
     Step,
-    Wake,
     Write,
     read_log,
 )
@@ -44,10 +44,10 @@ def test_each_gives_what_it_gives_alone(store: StoreMixin) -> None:
             Append("log", "first"),
             Append("log", "second"),
             Count("number"),
-            Beats("nobody"),
-            Wake("wake", "up"),
-            Claim("register", "mine"),
-            Move("head", "", "one"),
+            ReadHeartbeat("nobody"),
+            Notify("wake", "up"),
+            SetIfAbsent("register", "mine"),
+            CompareAndSet("head", "", "one"),
         ]
     )
     unheard = given.pop(7)
@@ -57,14 +57,16 @@ def test_each_gives_what_it_gives_alone(store: StoreMixin) -> None:
     assert read_log(store, "log") == ["first", "second"]
     assert store.execute([Count("number")]) == ["2"]
     assert store.get("wake") == b"up"
-    assert store.execute([Wake("wake", "up"), Wake("other", "1")]) == [None, None]
+    assert store.execute([Notify("wake", "up"), Notify("other", "1")]) == [None, None]
     assert store.get("wake") == b"up"
 
 
 def test_signs_of_life_beside_what_is_read(store: StoreMixin) -> None:
     seen = []
     for _ in range(2):
-        beaten, head, beats = store.execute([Beat("somebody", 10.0), Read("head"), Beats("somebody")])
+        beaten, head, beats = store.execute(
+            [Heartbeat("somebody", 10.0), Read("head"), ReadHeartbeat("somebody")]
+        )
         assert beaten is head is None
         seen.append(int(beats or ""))
     assert 0 < seen[0] < seen[1]
@@ -74,9 +76,9 @@ def test_registers_that_somebody_else_wrote(store: StoreMixin) -> None:
     store.set("register", "theirs")
     store.set("head", "two")
     steps = [
-        Claim("register", "mine"),
-        Move("head", "one", "three"),
-        Move("head", "two", "four"),
+        SetIfAbsent("register", "mine"),
+        CompareAndSet("head", "one", "three"),
+        CompareAndSet("head", "two", "four"),
         Read("head"),
     ]
     assert store.execute(steps) == ["theirs", "two", "four", "four"]
@@ -84,20 +86,20 @@ def test_registers_that_somebody_else_wrote(store: StoreMixin) -> None:
 
 
 def test_steps_see_those_before_them(store: StoreMixin) -> None:
-    assert store.execute([Write({"a": "1"}), Read("a"), Claim("a", "2")]) == [None, "1", "1"]
+    assert store.execute([Write({"a": "1"}), Read("a"), SetIfAbsent("a", "2")]) == [None, "1", "1"]
     assert store.execute([Append("log", "x"), ReadLog("log"), ReadLog("none")]) == [None, "x", ""]
 
 
 def test_what_is_too_large_for_one_transaction(store: StoreMixin) -> None:
     large = "x" * 600_000
-    written: list[Step] = [Write({"a": large}), Write({"b": large}), Claim("head", "1")]
+    written: list[Step] = [Write({"a": large}), Write({"b": large}), SetIfAbsent("head", "1")]
     assert store.execute(written) == [None, None, "1"]
     assert (len(store.get("a")), len(store.get("b"))) == (600_000, 600_000)
 
 
 def test_more_keys_than_a_transaction_takes(store: StoreMixin) -> None:
     values = {f"key {number}": str(number) for number in range(200)}
-    assert store.execute([Write(values), Claim("head", "1")]) == [None, "1"]
+    assert store.execute([Write(values), SetIfAbsent("head", "1")]) == [None, "1"]
     assert store.multi_get([*values]) == [value.encode() for value in values.values()]
 
 
@@ -107,15 +109,15 @@ def test_who_waits_hears_what_is_said(store: StoreMixin) -> None:
     waiting = store.clone()
 
     def wait() -> None:
-        heard.append(waiting.hear(key, 60.0))
+        heard.append(waiting.wait_for(key, 60.0))
 
-    assert store.hear(key, 0.0) is None
+    assert store.wait_for(key, 0.0) is None
     waiter = threading.Thread(target=wait)
     waiter.start()
-    store.execute([Claim("head", "0:1:a"), Write({key: "0:1:a"})])
+    store.execute([SetIfAbsent("head", "0:1:a"), Write({key: "0:1:a"})])
     waiter.join()
     assert heard[0] in ("", "0:1:a")
-    assert store.hear(key, 0.0) in ("", "0:1:a")
+    assert store.wait_for(key, 0.0) in ("", "0:1:a")
     waiting.close()
 
 
@@ -149,9 +151,9 @@ def relayed(relay: Relay, prefix: str) -> Iterator[EtcdStore]:
 ALL: list[Step] = [
     Append("log", "entry"),
     Count("number"),
-    Claim("taken", "mine"),
-    Claim("free", "mine"),
-    Move("head", "", "one"),
+    SetIfAbsent("taken", "mine"),
+    SetIfAbsent("free", "mine"),
+    CompareAndSet("head", "", "one"),
     Write({"a": "1"}),
     Read("held"),
 ]
@@ -165,7 +167,7 @@ def test_etcd_is_asked_once(relay: Relay, relayed: EtcdStore, steps: list[Step])
 
 
 def test_nobody_is_woken_twice(relay: Relay, relayed: EtcdStore) -> None:
-    woken = Wake(keys.wake_end(1), "1")
+    woken = Notify(keys.wake_end(1), "1")
     relayed.execute([Append("log", "a"), woken])
     written = relayed._etcd.read("revision", [], 20.0)[0]
     relayed.execute([woken])
@@ -183,12 +185,12 @@ def test_an_answer_is_lost(relay: Relay, relayed: EtcdStore) -> None:
 def test_etcd_tells_what_is_said(relay: Relay, relayed: EtcdStore) -> None:
     """Without another request: the watch tells it, or the look."""
     other, heard = relayed.clone(), []
-    waiter = threading.Thread(target=lambda: heard.append(other.hear(keys.wake_head(1), 60.0)))
+    waiter = threading.Thread(target=lambda: heard.append(other.wait_for(keys.wake_head(1), 60.0)))
     before = relay.requests.count("kv/txn")
     waiter.start()
     relay.wait_for("watch", 1)
     relayed.set(keys.wake_head(1), "0:1:a")
     waiter.join()
     assert heard == ["0:1:a"]
-    assert relayed.hear(keys.wake_head(1), 0.0) == "0:1:a"  # it is known
+    assert relayed.wait_for(keys.wake_head(1), 0.0) == "0:1:a"  # it is known
     assert relay.requests.count("kv/txn") == before + 2  # as of when to watch, and what was written

@@ -59,7 +59,7 @@ def test_who_comes_after_a_call_takes_part_in_the_next_one(run: Training, job: J
     # Too late for the first call, and the first one in the second.
     job.start_again(2)
     job.expect("between", 2, value=None)
-    assert "slot 2 is not needed any more: the other ranks have completed the call without it" in job[2].log
+    assert "slot 2 joined too late: the other ranks have completed the call; it returns None" in job[2].log
     job.tell("go on", 2)
     run.await_join(1, 2)
     job.tell("go on", 0, 1)
