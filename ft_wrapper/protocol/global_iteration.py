@@ -1,15 +1,16 @@
-"""Head and decisions: how the members go from one iteration to the next.
+"""How the members go from one iteration to the next: head and decisions.
 
-Safety comes from one thing, a compare_set on the head register. Who proposes, and when, is only about
-progress and may be wrong at any time without harm:
+Safety comes from one compare-and-set on the head register. Who proposes, and when, affects progress alone,
+and may be wrong at any time without harm:
 
-- head moves from n to n+1 only from the exact value read, after n has ended, to a decision that is
-  already written;
-- a decision keeps the members of n that have left the function (arrived) and are not dead; at the barrier
-  timeout those that never arrived are dropped, unless n ended well: between two calls a member that lives may
-  take its time; it adds who wants in, of each slot the last incarnation;
-- usually the one whose arrival (or logging of a death) is the last proposes at once. If it died doing so, the
-  waiting members come forward one after the other.
+- Head moves from n to n + 1 only after n has ended, only from the exact value that was read, and only to a
+  decision that is already written.
+- A decision keeps the members of n that have arrived (have left the function) and are not dead.
+- It waits for living members that have not arrived. At the barrier timeout it drops them, unless n ended
+  well: between two calls a member may take its time.
+- It adds joiners, the newest incarnation of each slot.
+- Usually the last member to arrive, or the monitor that logs the last death, proposes at once. If it dies,
+  the waiting members propose one after the other.
 """
 
 import dataclasses
@@ -28,18 +29,18 @@ from .silence import HeartbeatObserver, Heartbeats
 from .waiting import FIRST_LOOK, LOOKS_BETWEEN_CALLS, is_checker, looks, stagger
 
 _SAY_MISSING_AFTER = 1.0  # seconds
-#: Gets the members that a restart waits for, and the seconds for which it has done so.
+#: Gets the members that a restart waits for, and for how many seconds it has waited.
 OnMissing = Callable[[Sequence[Member], float], None]
 
 
 @dataclasses.dataclass(frozen=True)
 class Proposed:
-    """A proposal that was made: head has moved by now, to this one or to another one.
+    """A proposal that was made. Head has moved since, by this proposal or by another one.
 
     Args:
-        decision: what was proposed.
-        head: where head would be by it.
-        won: whether it is there, as far as is known.
+        decision: the proposed decision.
+        head: the head of this proposal.
+        won: whether head is known to have moved to it.
     """
 
     decision: Decision
@@ -51,9 +52,9 @@ class GlobalIteration:
     """Leaving an iteration, and going on to the next.
 
     Args:
-        store: where.
+        store: the job's store.
         ends: how iterations end.
-        heartbeats: who is silent.
+        heartbeats: which members are silent.
     """
 
     def __init__(self, store: Operations, ends: Ends, heartbeats: Heartbeats) -> None:
@@ -62,12 +63,12 @@ class GlobalIteration:
         self.heartbeats = heartbeats
 
     def read_head(self) -> Head | None:
-        """Which iteration is on; None before the first decision."""
+        """The current iteration; None before the first decision."""
         text = read(self.store, keys.HEAD)
         if text is None and self.store.seal is not None and self.store.check([keys.HEAD]):
             text = read(self.store, keys.HEAD)  # it may have been written just now
             if text is None:
-                raise forged(keys.HEAD)  # an absent one would begin a job
+                raise forged(keys.HEAD)  # without a head the job would begin again
         return None if text is None else Head.parse(text, keys.HEAD)
 
     def read_decision(self, head: Head) -> Decision:
@@ -76,20 +77,20 @@ class GlobalIteration:
         return records.decision_in(head, records.present(key, read(self.store, key)))
 
     def read_iteration(self, head: Head) -> View:
-        """A head's iteration: O(world size), for those who come from outside."""
+        """A head's iteration, for joiners and tools. It reads O(world size)."""
         key, decision_key = keys.roster(head.n, head.nonce), keys.decision(head.n, head.nonce)
         roster, text = self.store.execute([Read(key), Read(decision_key)])
         members = records.roster_from_json(records.present(key, roster), key)
         return View(records.decision_in(head, records.present(decision_key, text)), head.nonce, members)
 
     def read_current(self) -> View | None:
-        """The iteration that is on; None before the first one."""
+        """The current iteration; None before the first one."""
         head = self.read_head()
         while head is not None:
             try:
                 return self.read_iteration(head)
             except StoreError:
-                # The reader was paused while head moved on by two, so that what it led to was deleted.
+                # Head moved on by two while the reader was paused, so the old keys are deleted.
                 last, head = head, self.read_head()
                 if head == last:
                     raise
@@ -104,36 +105,36 @@ class GlobalIteration:
     def arrive(
         self, view: View, member: Member, rank: int, world_size: int, fault: str | None = None
     ) -> Proposed | None:
-        """Says that a member has left the function of an iteration; the last one decides the next.
+        """Logs that a member has left the function of an iteration. The last to arrive proposes the next.
 
         Args:
             view: the iteration.
-            member: who has left it.
-            rank: its rank, in a world of
-            world_size: so many, before the next rank assignment.
-            fault: kind and place of its fault, to be counted if it comes again; None if there was progress.
+            member: the member.
+            rank: its rank in that iteration.
+            world_size: size of the world that this rank belongs to.
+            fault: signature of its fault, if `max_same_faults` counts it; None if there was progress.
 
         Returns:
-            What it decided, if it was the last one.
+            Its proposal, if it was the last to arrive.
         """
         arrival = f"{member} {ArrivalEntry(rank, world_size, fault or '')}"
         gone = operations.append_counted(self.store, keys.arrived(view.n), arrival, keys.count_gone(view.n))
         return self.advance(view, member) if gone >= len(view.members) else None
 
     def ask_to_join(self, n: int, member: Member, call: int) -> None:
-        """Asks that a member be let into the iteration after n, if that belongs to the call."""
+        """Asks to join the iteration after n, if that belongs to the call."""
         self.store.execute([Append(keys.join(n), f"{member} {call}")])
 
     def joins_of(self, n: int) -> set[Member]:
-        """The members that want into the iteration after n."""
+        """The members that ask to join the iteration after n."""
         return records.joins_in(n, read_log(self.store, keys.join(n)))
 
     def arrivals_of(self, n: int) -> set[Member]:
-        """The members that have left the function of n."""
+        """The members that have arrived: they have left the function of n."""
         return set(records.arrivals_in(n, read_log(self.store, keys.arrived(n))))
 
     def count_deaths(self, view: View, deaths: int = 1) -> None:
-        """Counts logged deaths; decides the next iteration if they were the last thing missing."""
+        """Counts logged deaths; proposes the next iteration if nobody else is missing."""
         counts = self.store.execute([Count(keys.count_gone(view.n))] * deaths)
         if int(counts[-1] or 0) >= len(view.members):
             self.advance(view, None)
@@ -148,19 +149,19 @@ class GlobalIteration:
         hold: bool = True,
         gathered: bool = False,
     ) -> Proposed | None:
-        """Proposes the next iteration, if nothing stands in its way.
+        """Proposes the next iteration, unless it has to wait for somebody.
 
         Args:
             view: the iteration that has ended.
-            proposer: an arrived member; None for a monitor that logged a death, and for one that wants in.
-            silent: members that the proposer itself has seen stand still for ``heartbeat_timeout``.
-            drop_missing: after a fault, go on without members that live but have not arrived.
+            proposer: an arrived member; None for a monitor that logged a death, and for a joiner.
+            silent: members whose heartbeat the proposer has seen stand still for ``heartbeat_timeout``.
+            drop_missing: after a fault, go on without living members that have not arrived.
             hold: wait for announced replacements, if fewer ranks than `active_target` would be left.
-            gathered: with no member left, go on without those that have not come back.
+            gathered: if no member is left, go on though some slots have no newcomer yet.
 
         Returns:
-            The proposal: then head has left ``view`` behind, by this one or by another one. None if there was
-            nothing to propose; head may have left it behind before.
+            The proposal; head has moved on from ``view`` then, by this proposal or by another one. None if it
+            has to wait; head may have moved on before.
         """
         found = self._read_evidence(view)
         if found is None or not may_propose(found, proposer):
@@ -169,7 +170,7 @@ class GlobalIteration:
         if chosen.missing and not (drop_missing and found.outcome == FAULT):
             return None
         if not (chosen.kept or gathered or chosen.all_came_back(view)):
-            return None  # the first to come back waits for the others
+            return None  # the first newcomer waits for one in every slot
         judgement = history.Judgement(view.decision.blamed)
         if view.decision.max_faults and found.outcome == FAULT:
             faults, now = self.ends.faults_of(view.n), self.store.wall_clock()
@@ -196,32 +197,32 @@ class GlobalIteration:
         proposed: Proposed | None = None,
         on_missing: OnMissing | None = None,
     ) -> View | None:
-        """Waits, once arrived, for the decision of the next iteration; proposes it if no one else does.
+        """Waits, after `arrive`, for the decision of the next iteration; proposes it if nobody else does.
 
-        After an iteration that ended well it waits for as long as a missing member lives and is heard: that
-        one is between two calls.
+        After an iteration that ended well it waits as long as the missing members live: they are between two
+        calls.
 
         Args:
             view: the iteration that has ended.
-            member: who waits.
-            limits: of them ``barrier_timeout``, after which those that live but have not arrived are left
-                behind, or between two calls the log says again for whom it waits; ``heartbeat_timeout``, and
-                ``rejoin_wait`` for replacements that were announced.
-            proposed: what `arrive` gave.
-            on_missing: called once, by one of those who wait, if others have not left an iteration that ended
-                by a fault a second ago.
+            member: the member that waits.
+            limits: ``barrier_timeout``, after which living members that have not arrived are left behind (or,
+                between two calls, logged again); ``heartbeat_timeout``; and ``rejoin_wait`` for announced
+                replacements.
+            proposed: what `arrive` returned.
+            on_missing: called once, on one of the waiting members, if others have not arrived a second after
+                a fault.
 
         Returns:
-            That iteration; None if this member is not in it.
+            The next iteration; None if this member is not in it.
 
         Raises:
-            RestartTimeout: fewer than the job's ``min_world_size`` members were left; names the missing ones.
+            RestartTimeout: fewer than ``min_world_size`` members are left; names the missing ones.
         """
         if proposed is not None and proposed.won:
             return self._follow(view, member, proposed.head, proposed.decision)
         observer = HeartbeatObserver(self.heartbeats, limits.heartbeat_timeout)
         position, size = view.members.index(member), len(view.members)
-        # The first to give up on the missing goes on without them: all at once would have a lot to read.
+        # Staggered, so that one member proposes without the missing: each that does reads the whole log.
         timeout = limits.barrier_timeout + stagger(position)
         first, wake = FIRST_LOOK + stagger(position), keys.wake_head(view.n + 1)
         while True:
@@ -247,7 +248,7 @@ class GlobalIteration:
                 if head != view.head:
                     return self._follow(view, member, head)
                 if look.is_last:
-                    # As before the proposal: one who arrives during that may not be seen by it, and decide.
+                    # As read before `advance`. Who arrives during it may be missed by it, and then proposes.
                     awaited = set(missing) - silent
                     if not (between_calls and awaited):
                         absent = sorted(one.slot for one in set(view.members) - arrived)
@@ -258,21 +259,21 @@ class GlobalIteration:
                         )
                     self.log_awaited(view, awaited)
             if not is_checker(position, size):
-                timeout *= 2  # for what each of them reads; the checkers say it often enough
+                timeout *= 2  # each look reads the log; the checkers log it often enough
 
     def log_awaited(self, view: View, awaited: Iterable[Member]) -> None:
-        """Logs for whom the next wrapped call waits.
+        """Logs which members the next wrapped call waits for.
 
         Args:
-            view: the last call's last iteration.
-            awaited: members that live, and have not made the call.
+            view: the last iteration of the last call.
+            awaited: living members that have not made the call.
         """
         slots = sorted(member.slot for member in awaited)
         alive = "their processes live and have not called the wrapped function again"
         self.store.warn(f"call {view.call + 1} waits for slots {slots}: {alive}")
 
     def arrived_and_missing(self, view: View) -> tuple[set[Member], list[Member]]:
-        """Of the members that live, as far as is known: who has left an ended iteration, and who has not."""
+        """The members not logged dead: those that have arrived, and those that have not."""
         arrived = set(self.arrivals_of(view.n))
         dead = self.ends.deaths_of(view.n)
         return arrived - dead, sorted(set(view.members) - arrived - dead)
@@ -280,10 +281,10 @@ class GlobalIteration:
     # Steps ---------------------------------------------------------------------------------------------
 
     def _read_evidence(self, view: View) -> Evidence | None:
-        """What the store has of an iteration; None while it is on."""
+        """What the store holds on an iteration; None while it runs."""
         n = view.n
-        # Deaths last: one that logs a death first and then finds that the member has neither arrived nor
-        # asked to join may be sure that no proposal will have it.
+        # Deaths last: whoever logs a death, and then reads that the member has neither arrived nor asked to
+        # join, can be sure that no proposal has it.
         end, *logs = self.store.execute(
             [Read(keys.end(n)), ReadLog(keys.arrived(n)), ReadLog(keys.join(n)), ReadLog(keys.dead(n))]
         )
@@ -299,7 +300,7 @@ class GlobalIteration:
         )
 
     def decide(self, head: Head | None, decision: Decision, members: tuple[Member, ...]) -> Proposed:
-        """Writes a decision, then tries to move head to it. No matter who wins, head has moved after that."""
+        """Writes a decision, then tries to move head to it. Whoever wins, head has moved after that."""
         proposal = Head(decision.call, decision.n, next(self.store.nonces))
         written = {
             keys.decision(proposal.n, proposal.nonce): decision.to_json(),
@@ -309,7 +310,7 @@ class GlobalIteration:
             [
                 Write(written),
                 CompareAndSet(keys.HEAD, "" if head is None else str(head), str(proposal)),
-                # Also a lost proposer wakes: the winner may have died before it could.
+                # Whoever lost wakes the others, too: the winner may have died before it could.
                 Notify(keys.wake_head(proposal.n), str(proposal)),
             ]
         )
@@ -317,7 +318,7 @@ class GlobalIteration:
         return Proposed(decision, proposal, stands == str(proposal))
 
     def _read_ahead(self, likely_head: str | None) -> tuple[Head | None, Decision | None]:
-        """Reads head; in the same request the decision behind it, if it is the likely one."""
+        """Reads head, and in the same request the decision behind it, if head is the likely one."""
         if not likely_head:
             return self.read_head(), None
         likely = Head.parse(likely_head, keys.HEAD)
@@ -328,23 +329,23 @@ class GlobalIteration:
     def _follow(
         self, view: View, member: Member, head: Head | None, decision: Decision | None = None
     ) -> View | None:
-        """The iteration after one; None if a member is not in it."""
+        """The iteration after ``view``; None if the member is not in it."""
         if head is None:
             raise StoreError(f"store key {keys.HEAD!r} is gone, though iteration {view.n} has begun")
         if head.n != view.n + 1:
-            return None  # head has passed an iteration in which this member did not arrive: it is out
+            return None  # head has passed an iteration in which this member did not arrive
         try:
             decision = decision or self.read_decision(head)
         except StoreError:
             if self.read_head() != head:
-                return None  # head has passed this member's iteration meanwhile, without it
+                return None  # head has passed this member's iteration, without it
             raise
         after = view.after(decision, head.nonce)
         return after if member in after.members else None
 
 
 def _first_checker(view: View, arrived: set[Member], look: int) -> Member | None:
-    """Of the members that wait, the first one that reads who is missing at this look."""
+    """The first of the waiting members that reads the log at this look."""
     size = len(view.members)
     checkers = (one for place, one in enumerate(view.members) if is_checker(place, size, look))
     return next(filter(arrived.__contains__, checkers), None)

@@ -1,7 +1,7 @@
 """Faults that come again: when one ends the job, or excludes its slot or host. Pure.
 
 Each decision counts the faults of the last iterations, and carries who caused the recent restarts. The
-proposer of a decision judges, and all other ranks read the verdict, so all agree.
+proposer of a decision judges, and all other ranks read its judgement, so all agree.
 """
 
 import collections
@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from ..attribution import Interruption, by_blame
 from .records import FOR_GOOD, LEFT_BY, ArrivalEntry, Blamed, Decision, Fault, Member, SameFault, View
 
-_SAME_FAULTS = 4  # faults that a decision counts: who is next to fail elsewhere each time, fails differently
+_SAME_FAULTS = 4  # faults that a decision counts; of ranks that fail together, each may fail differently
 
 
 def count_same_faults(
@@ -20,13 +20,13 @@ def count_same_faults(
     dead: Mapping[Member, Collection[str]],
     lost: bool,
 ) -> tuple[SameFault, ...]:
-    """Counts the faults of an iteration on; those that it did not have are forgotten.
+    """Counts the faults of an iteration; faults that it did not have are forgotten.
 
     Args:
-        before: those of the iteration before.
-        arrived: the members that have left this one, the first one first.
-        dead: the members that have ended, with their marks: one says by what its member left the job.
-        lost: whether a rank was lost, which may be why others failed; then only faults count that end the
+        before: the counts of the iteration before.
+        arrived: the members that have arrived, in order of arrival.
+        dead: the dead members with their marks: `LEFT_BY` has the fault by which a member left the job.
+        lost: whether a rank was lost, which may be why others failed. Then only faults count that end the
             job, or by which a rank left.
     """
     faults: dict[str, Member] = {}
@@ -63,10 +63,10 @@ class Judgement:
     """What follows from the faults of an iteration.
 
     Args:
-        blamed: who caused the restarts of the last while.
-        out: the members that are left out for that.
+        blamed: the recent restarts and the members that caused them.
+        out: the members that are excluded for that.
         slot: the slot whose replacement is not waited for; None if there is none.
-        words: who is out, or stays though it should not, and why; empty if there is no such one.
+        words: what is excluded, or stays though it should not, and why; empty if nothing is.
     """
 
     blamed: tuple[Blamed, ...]
@@ -76,10 +76,10 @@ class Judgement:
 
 
 def culprit_of(faults: Sequence[Fault]) -> Fault | None:
-    """Whose fault ended an iteration; None if it was none of a slot or host.
+    """The fault that ended an iteration; None if no slot or host is to blame.
 
     Args:
-        faults: what was published, in that order.
+        faults: the published faults, in order.
     """
     if not faults:
         return None
@@ -97,15 +97,15 @@ def judge(
     host_of: Callable[[Member], str],
     now: float,
 ) -> Judgement:
-    """Who caused the end of an iteration, and whether that was once too often.
+    """Which slot caused the end of an iteration, and whether that excludes it or its host.
 
     Args:
         view: the iteration.
-        faults: what was published in it, in that order.
+        faults: its published faults, in order.
         kept: the members that could go on.
-        newcomers: those that join.
-        host_of: where a member runs; empty if that is not known.
-        now: seconds since the epoch, for a fault that does not say when it was.
+        newcomers: the members that join.
+        host_of: gives a member's host; empty if that is not known.
+        now: seconds since the epoch, for a fault without a time.
     """
     culprit = culprit_of(faults)
     before = view.decision
@@ -127,14 +127,14 @@ def judge(
 
 
 def why_out(decision: Decision, slot: int, host: str, now: float = 0.0) -> str:
-    """Why a member is to be out, in words; empty if there is no reason.
+    """Why a member is excluded, in words; empty if it is not.
 
     Args:
         decision: the newest.
         slot: the member's.
-        host: where it runs.
-        now: the time of day. Only a fault makes decisions forget older ones, and the last one may have been
-            long ago; 0 if the decision has just been made.
+        host: the member's host.
+        now: seconds since the epoch; 0 if the decision has just been made. Decisions drop old restarts only
+            at a fault, and the last fault may have been long ago.
     """
     blamed = [one for one in decision.blamed if one.at >= now - decision.fault_window]
     what = _excluded(decision.max_faults, blamed, slot, host)
@@ -142,7 +142,7 @@ def why_out(decision: Decision, slot: int, host: str, now: float = 0.0) -> str:
 
 
 def _newest(blamed: Sequence[Blamed], most: int) -> tuple[Blamed, ...]:
-    """The last faults of each slot on each host: as many as exclude it, however many others there are."""
+    """The last restarts by each slot on each host: as many of each as exclude it."""
     counts: collections.Counter[tuple[int, str]] = collections.Counter()
     newest = []
     for one in reversed(blamed):
@@ -153,11 +153,11 @@ def _newest(blamed: Sequence[Blamed], most: int) -> tuple[Blamed, ...]:
 
 
 def _excluded(most: int, blamed: Sequence[Blamed], slot: int, host: str) -> str:
-    """What has caused too many faults: a host, if not by one slot alone; or a slot there; empty for none."""
+    """What has caused too many faults: a host by several slots, or one slot on it; empty for none."""
     slots = [one.slot for one in blamed if one.host == host]
     if host and 0 < most <= len(slots) and len(set(slots)) > 1:
         return f"host {host}"
-    # On another host the slot may well go on.
+    # The slot may go on with another host.
     return f"slot {slot} on {host}" if 0 < most <= slots.count(slot) else ""
 
 

@@ -20,23 +20,23 @@ _A_DAY = 86400.0
 
 @dataclasses.dataclass(eq=False)
 class Membership:
-    """A member of the job and what it knows of the iteration it is in.
+    """This process as a member of the job, and what it knows of its iteration.
 
     Args:
         agreement: what the ranks of the job agree on.
         slot: the initial rank.
         slots: the slots that the job begins with.
-        limits: how long to wait for the others, and what else all ranks have set.
+        limits: timeouts, and the other settings that all ranks share.
         call: number of the wrapped call.
         terms: function and settings of the call, which must be the same on all ranks.
-        on_member: told whenever this process takes another incarnation of its slot, before it joins with it.
-        on_missing: told for whom a restart waits, and for how many seconds it has waited already.
-        heart: the heart that beats for this process as for others; None if it has one of its own.
+        on_member: called with each new incarnation that this process takes, before it joins with it.
+        on_missing: called with the members that a restart waits for, and the seconds it has waited.
+        heart: name of the heartbeat that this process shares with its node's ranks; None if it has its own.
 
     Attributes:
-        record: what others know of this process.
-        ended_job: what has ended the job, on all ranks; None if it goes on.
-        left_by: kind and place of the exception by which this member leaves; empty if it is not counted.
+        record: this process's record in the store.
+        ended_job: the fault that has ended the job on all ranks; None if the job goes on.
+        left_by: signature of the exception by which this member leaves; empty if it is not counted.
     """
 
     agreement: Agreement
@@ -59,12 +59,12 @@ class Membership:
         self.record = MemberRecord(*self.agreement.store.host_and_pid(), self.heart)
 
     def register(self) -> None:
-        """Takes the slot: this process is its next incarnation.
+        """Takes the slot: this process becomes its next incarnation.
 
         Raises:
-            RankDiscarded: the job is on already, and no one may join it.
+            RankDiscarded: the job runs already, and nobody may join it.
             StoreError: the store's job was started by another version of this package.
-            ValueError: its function or settings differ from the job's; says which.
+            ValueError: the function or settings differ from the job's; says which.
         """
         self.agreement.joining.agree_on_version()
         if not self.limits.use_global_iteration and self.agreement.iterations.read_head() is not None:
@@ -75,23 +75,23 @@ class Membership:
             self.on_member(self.member)
 
     def say_who(self) -> None:
-        """Writes down who this member is once more: it may have got another heart since it registered."""
+        """Writes this member's record again: its heartbeat may have moved since it registered."""
         self.agreement.joining.write_record(self.member, self.record)
 
     def check_terms(self) -> None:
-        """Checks that function and settings are the job's; a ``ValueError`` says which are not."""
+        """Checks that function and settings are the job's; a ``ValueError`` says which differ."""
         self.agreement.joining.agree_on_terms(self.slot, self.call, self.terms)
 
     def join(self, within: float | None = None) -> bool:
         """Joins the job's first iteration, or the next one of a running job; False if the call has completed.
 
         Args:
-            within: seconds after which it gives up; None for somewhat longer than members wait for each
-                other; it then joins again whenever it is passed over.
+            within: seconds after which it gives up. None: somewhat longer than members wait for each other,
+                and it joins again whenever it is passed over.
 
         Raises:
             TimeoutError: not all slots joined in time, or an iteration was not followed by another one.
-            RankDiscarded: another process holds the slot, or no one may join.
+            RankDiscarded: another process holds the slot, or nobody may join.
         """
         try:
             return self._join(within)
@@ -105,15 +105,15 @@ class Membership:
         self.await_next(self.arrive(rank, world_size, None))
 
     def arrive(self, rank: int, world_size: int, fault: str | None) -> Proposed | None:
-        """Says that this member has left the function; from here on no one waits for it.
+        """Logs that this member has left the function. From here on nobody waits for it.
 
         Args:
-            rank: its rank, in a world of
-            world_size: so many, before the next rank assignment.
-            fault: kind and place of its fault, if that is to be counted.
+            rank: its rank in this iteration.
+            world_size: size of the world that this rank belongs to.
+            fault: signature of its fault, if `max_same_faults` counts it.
 
         Returns:
-            What this member has proposed, if it was the last one; `await_next` wants to know.
+            Its proposal, if it was the last to arrive: for `await_next`.
         """
         self.emit("arrive")
         return self.agreement.iterations.arrive(self.view, self.member, rank, world_size, fault)
@@ -139,9 +139,9 @@ class Membership:
         self.emit("decided", after=before.nonce)
 
     def leave_if_excluded(self) -> None:
-        """Raises `RankExcluded` if this member has joined, and its slot or host has caused too many faults.
+        """Raises `RankExcluded` if this member has just joined, and its slot or host has too many faults.
 
-        It came before that was decided; later ones do not get so far.
+        It asked to join before that was decided; later joiners are refused before they ask.
         """
         decision = self.view.decision
         new = set(decision.joined).difference(decision.removed)
@@ -155,7 +155,7 @@ class Membership:
             raise exception.RankExcluded(why)
 
     def has_failed(self) -> bool:
-        """Whether the present iteration has ended by a fault."""
+        """Whether the current iteration has ended by a fault."""
         return self.agreement.ends.outcome_of(self.view.n) == FAULT
 
     def await_endpoint(self, rank: int | None, sizes: Sizes) -> Endpoint | None:
@@ -165,7 +165,7 @@ class Membership:
 
         Args:
             rank: this member's rank.
-            sizes: the world size and the active world size that it was given.
+            sizes: its world size and active world size.
         """
         timeout, look_every = self.limits.barrier_timeout, self.limits.monitor_thread_interval
         try:
@@ -176,7 +176,7 @@ class Membership:
             return None
 
     def publish(self, rank: int | None, error: BaseException) -> None:
-        """Publishes an exception of this member and ends the iteration, if it is still on.
+        """Publishes an exception of this member, and ends the iteration if it still runs.
 
         Args:
             rank: its rank.
@@ -191,12 +191,12 @@ class Membership:
     def leave(
         self, rank: int | None, interruption: Interruption, error: BaseException, *, ends: bool
     ) -> None:
-        """Says that this member leaves the job in order; the others go on without it.
+        """Logs that this member leaves the job in order. The others go on without it.
 
         Args:
             rank: its rank.
-            interruption: how it leaves.
-            error: why.
+            interruption: the kind of fault.
+            error: the exception by which it leaves.
             ends: whether the iteration ends by it.
         """
         fault = dataclasses.replace(self._raised(rank, interruption, error), counted=self.left_by)
@@ -212,23 +212,23 @@ class Membership:
             self.agreement.store.warn(f"could not report that slot {self.slot} leaves: {error}")
 
     def _note_end(self, by_other: str | None) -> None:
-        """Anyone who starts processes again looks here whether that is of any use."""
+        """Notes that no process should be started in this one's place: agents read it before they do."""
         record = dataclasses.replace(self.record, gave_up=True, ended_by=by_other)
         self.agreement.joining.write_record(self.member, record)
 
     def await_others(self) -> None:
-        """Waits until the others have gone on from the iteration that this member has left for good."""
+        """Waits until the others have left the last iteration of this member."""
         with contextlib.suppress(exception.RestartError):  # the store is gone
             await_others(self.agreement, self.view, self.limits.barrier_timeout)
 
     def await_completion(self, active_rank: int | None, active_world_size: int) -> str:
-        """Waits for the end of the iteration; says before, on an active rank, that the function returned.
+        """Waits for the end of the iteration. An active rank first logs that its function returned.
 
         Returns:
             ``done`` or ``fault``.
 
         Raises:
-            RankDiscarded: the others have gone on without this member meanwhile.
+            RankDiscarded: the others have gone on without this member.
         """
         n, outcome = self.view.n, None
         if active_rank is not None:
@@ -237,23 +237,23 @@ class Membership:
             while (outcome := self._await_end(self.limits.completion_timeout)) is None:
                 self._bring_about_completion(active_rank, active_world_size)
         while outcome is None:
-            # It has nothing to do but to wait for it, for a store that is out of reach too.
+            # It has nothing else to do, also while the store is out of reach.
             with contextlib.suppress(exception.StoreUnavailable):
                 outcome = self._await_end(_A_DAY)
         head = self.agreement.iterations.read_head()
-        # Its keys may have been deleted by then, and what is there be this member's own late word.
+        # The keys of n may be deleted by now, and the end that was read may be this member's own late write.
         if head is not None and head.n > n + 1:
             raise exception.RankDiscarded(self.explain_removal())
         return outcome
 
     def _bring_about_completion(self, active_rank: int, active_world_size: int) -> None:
-        """Completes the iteration for others that could not, or restarts it for those that are late."""
+        """Completes the iteration if the last rank to finish could not, or restarts it for late ranks."""
         n, patience = self.view.n, self.limits.completion_timeout
         self.agreement.ends.complete(n, active_world_size)
         missing = sorted(set(range(active_world_size)) - self.agreement.ends.finished_in(n))
         late = f"ranks {missing} did not finish within completion_timeout={patience:g} s"
         if missing and self._was_completed_late:
-            # A restart has not helped: they have more to do than others, and would have again.
+            # They have more to do than the others, and would again.
             self.agreement.store.warn(f"{late}; waiting for them, since a restart has not helped")
         elif missing:
             self._was_completed_late = True
@@ -261,12 +261,12 @@ class Membership:
 
     def _await_end(self, seconds: float) -> str | None:
         outcome = self.agreement.ends.wait_for_end(self.view.n, seconds)
-        # A late wake of an end that is deleted would come again and again.
+        # The wake key may outlive the deleted end, and would wake this rank again and again.
         head = None if outcome else self.agreement.iterations.read_head()
         return FAULT if head is not None and head.n > self.view.n else outcome
 
     def say_goodbye(self) -> None:
-        """This process needs the store no more."""
+        """Logs that this process no longer needs the store."""
         with contextlib.suppress(exception.RestartError):  # the store is gone
             self.agreement.ends.say_goodbye(self.member)
 
@@ -274,7 +274,7 @@ class Membership:
         joining, limits, asked = self.agreement.joining, self.limits, None
         is_early = self.agreement.iterations.read_head() is None
         if is_early:
-            if self.slot in self.slots:  # else the job is to grow by it
+            if self.slot in self.slots:  # else it is an additional rank
                 joining.join_first(self.member, self.slots, limits)
                 asked = keys.BEFORE_FIRST
             first = joining.await_first(self.member, self.slots, limits.barrier_timeout, limits)
@@ -285,7 +285,7 @@ class Membership:
             raise self._refused()
         if not is_early:
             self._refuse_what_cannot_help()
-        # Longer than the members', who go on without a straggler, and with this one, when theirs ends.
+        # Longer than the members wait: at their timeout they go on without a straggler, and with this one.
         patience = limits.barrier_timeout + limits.heartbeat_timeout if within is None else within
         until = math.inf if within is None else self.agreement.store.now() + within
         while True:
@@ -306,7 +306,7 @@ class Membership:
             self.register()
 
     def _refuse_what_cannot_help(self) -> None:
-        """Raises, before this member asks to be let into a running job, if it is excluded or the job ends."""
+        """Raises, before this member asks to join a running job, if it is excluded or the job has ended."""
         view = self.agreement.iterations.read_current()
         if view is None:
             return
@@ -321,10 +321,10 @@ class Membership:
             raise exception.JobEnded(late)
 
     def emit(self, event: str, **fields: object) -> None:
-        """Notes what this member does in the present iteration; see `events`.
+        """Writes an event of this member in the current iteration; see `events`.
 
         Args:
-            event: what it is.
+            event: its name.
             fields: what belongs to it beside the member and the iteration.
         """
         member = {"slot": self.slot, "incarnation": self.member.incarnation}
@@ -332,15 +332,15 @@ class Membership:
         self.agreement.store.emit(event, **view, **member, **fields)
 
     def _withdraw(self, error: BaseException) -> None:
-        """This process gives up before it is in: no one shall wait for it."""
+        """Reports that this process gives up before it has joined, so that nobody waits for it."""
         fault = self._raised(None, Interruption.BASE_EXCEPTION, error)
         joining, read_head = self.agreement.joining, self.agreement.iterations.read_head
         with contextlib.suppress(Exception):  # the error that counts is on its way
-            # A decision under way may have this member in it. Then the others have to be told until they go
-            # on without it: nothing watches it any more.
+            # A decision that is being made may include this member. Then its death is reported until the
+            # others have gone on without it: no monitor watches it now.
             may_be_in = read_head() is not None or joining.living_joiners().keys() >= {*self.slots}
             if isinstance(error, exception.RestartTimeout) and read_head() is None:
-                # The others name those who did not come, not this one.
+                # So the others name the missing ranks, not this one.
                 self.agreement.ends.give_up(keys.BEFORE_FIRST, self.member)
                 if read_head() is None and not may_be_in:
                     return
@@ -354,7 +354,7 @@ class Membership:
         )
 
     def explain_removal(self) -> str:
-        """Why this member is not in the iteration after its own, for people."""
+        """Why this member is not in the next iteration, for people."""
         ends, n = self.agreement.ends, self.view.n
         if self.agreement.joining.newest_of(self.slot) != self.member:
             return self._explain_takeover()

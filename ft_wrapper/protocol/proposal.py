@@ -1,4 +1,4 @@
-"""From what the store has of an iteration that ended to the decision of the next one. Pure."""
+"""The decision of the next iteration, from what the store holds on the one that ended. Pure."""
 
 import dataclasses
 from collections.abc import Collection, Mapping
@@ -13,13 +13,13 @@ from .widening import widen
 
 @dataclasses.dataclass(frozen=True)
 class Evidence:
-    """What the store has of an iteration that ended.
+    """What the store holds on an iteration that ended.
 
     Args:
-        outcome: how it ended.
-        arrived: who has left its function.
-        joining: who asks to be let into the next one.
-        dead: who has ended, with what was noted; see `records.deaths_in`.
+        outcome: how it ended: ``fault`` or ``done``.
+        arrived: the members that have arrived, each with its entry.
+        joining: the members that ask to join the next one.
+        dead: the dead members, each with its marks; see `records.deaths_in`.
     """
 
     outcome: str
@@ -30,12 +30,12 @@ class Evidence:
 
 @dataclasses.dataclass(frozen=True)
 class Candidates:
-    """Who may be in the next iteration.
+    """The members that may be in the next iteration.
 
     Args:
-        kept: members of the one that ended.
+        kept: members of the iteration that ended.
         newcomers: members that join, by slot.
-        missing: members of the one that ended that live, as far as is known, and have not arrived.
+        missing: members of the iteration that ended that have not arrived, though they seem to live.
     """
 
     kept: tuple[Member, ...]
@@ -44,33 +44,36 @@ class Candidates:
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """All of them, by slot."""
+        """Those kept and the newcomers, by slot."""
         return tuple(sorted(self.kept + self.newcomers))
 
     def all_came_back(self, view: View) -> bool:
-        """Whether a newcomer has come for the slot of every member of the iteration that ended."""
+        """Whether every slot of the iteration that ended has a newcomer."""
         return {one.slot for one in self.newcomers}.issuperset(one.slot for one in view.members)
 
     def without(self, out: Collection[Member]) -> "Candidates":
-        """These, but for members that are excluded."""
+        """The same without excluded members."""
         return dataclasses.replace(self, kept=tuple(one for one in self.kept if one not in out))
 
 
 def may_propose(found: Evidence, proposer: Member | None) -> bool:
-    """Whether somebody may propose: a member only once it has arrived, and while it is not dead."""
+    """Whether the proposer may propose: a member only after it has arrived, and unless it is logged dead.
+
+    Monitors and joiners (None) may always.
+    """
     return proposer is None or (proposer in found.arrived and proposer not in found.dead)
 
 
 def candidates(
     view: View, found: Evidence, proposer: Member | None, silent: Collection[Member]
 ) -> Candidates:
-    """Who may be in the iteration after one.
+    """The members that may be in the next iteration.
 
     Args:
         view: the iteration that ended.
-        found: what the store has of it.
-        proposer: who asks; None for one that is no member of it.
-        silent: members that the proposer has seen stand still.
+        found: what the store holds on it.
+        proposer: the member that proposes; None for a monitor or a joiner.
+        silent: members whose heartbeat the proposer has seen stand still.
     """
     newest = {member.slot: member for member in sorted(found.joining)}
     kept = tuple(
@@ -89,24 +92,24 @@ def candidates(
     return Candidates(kept, tuple(newcomers), missing)
 
 
-def awaited_replacements(found: Evidence, chosen: Candidates, verdict: Judgement) -> set[int]:
-    """The slots of dead members whose replacements were announced, and have not come."""
+def awaited_replacements(found: Evidence, chosen: Candidates, judgement: Judgement) -> set[int]:
+    """The slots whose replacements were announced and have not come."""
     announced = {member.slot for member, marks in found.dead.items() if RETURNS in marks}
-    return announced - {verdict.slot} - {member.slot for member in chosen.newcomers}
+    return announced - {judgement.slot} - {member.slot for member in chosen.newcomers}
 
 
 def next_decision(
-    view: View, found: Evidence, chosen: Candidates, verdict: Judgement, spares: set[Member], active: int
+    view: View, found: Evidence, chosen: Candidates, judgement: Judgement, spares: set[Member], active: int
 ) -> Decision:
-    """The decision of the iteration after one.
+    """The decision of the next iteration.
 
     Args:
         view: the iteration that ended.
-        found: what the store has of it.
-        chosen: who is in the next one.
-        verdict: what follows from its faults.
+        found: what the store holds on it.
+        chosen: the members of the next one.
+        judgement: what follows from its faults.
         spares: members that were spares in it.
-        active: how many of its ranks were active, as far as that is known.
+        active: number of its active ranks, as far as that is known.
 
     Raises:
         InternalError: two members left it with the same rank.
@@ -115,13 +118,13 @@ def next_decision(
     removed = tuple(sorted(set(view.members).difference(kept)))
     sizes = {arrived[member].world_size for member in kept}
     if len(sizes) > 1:
-        # The iteration ended when the rank assignment was through on some ranks, and not on others. No world
-        # is left whose ranks they all have: a new one, in which all get theirs by slot.
+        # The iteration ended during the rank assignment: some members have new ranks, some old ones.
+        # numbering is left, so all are treated as newcomers and get ranks by slot.
         newcomers, kept = chosen.members, ()
     if len({arrived[member].rank for member in kept}) < len(kept):
         ranks = (f"slot {m.slot} is rank {arrived[m].rank} of {arrived[m].world_size}" for m in kept)
         raise InternalError(f"the ranks of iteration {view.n} do not fit together: {', '.join(ranks)}")
-    size = sizes.pop() if kept else 0  # or no one is left of that world: a new one of newcomers alone
+    size = sizes.pop() if kept else 0  # 0: nobody is left of that world, and newcomers form a new one
     known = {member: arrival.rank for member, arrival in arrived.items() if arrival.world_size == size}
     world = widen(size, known, kept, removed, newcomers, spares.intersection(kept), active)
     removed = tuple(sorted(removed + world.moved))
@@ -137,13 +140,13 @@ def next_decision(
         inserted=world.inserted,
         world_size=world.size,
         same_faults=count_same_faults(before.same_faults, found.arrived, found.dead, bool(removed)),
-        blamed=verdict.blamed,
-        excluded=verdict.words,
+        blamed=judgement.blamed,
+        excluded=judgement.words,
     )
 
 
 def first_decision(members: tuple[Member, ...], limits: Limits) -> Decision:
-    """The decision that a job begins with: all its members get their ranks by slot."""
+    """The decision that a job begins with: its members get ranks by slot."""
     ranks, n = tuple(range(len(members))), keys.BEFORE_FIRST + 1
     return Decision(
         call=0,
@@ -162,5 +165,5 @@ def first_decision(members: tuple[Member, ...], limits: Limits) -> Decision:
 
 
 def next_call(view: View, outcome: str) -> int:
-    """The call that the iteration after an ended one belongs to."""
+    """The call of the next iteration."""
     return view.decision.call + (outcome == DONE)

@@ -1,6 +1,10 @@
-"""What is written into the store, as data: members, faults, decisions, and the lines of its logs.
+"""What is written into the store, as data: members, faults, decisions, and the entries of its logs.
 
-What cannot be read is a `StoreError` that names the key.
+The terms: *n* numbers the global iterations. The *head* register names the current one. A *decision* says
+what changes from n - 1 to n. A member has *arrived* once it has left the function of n and waits for n + 1.
+A *call* is one call of the wrapped function; it has one iteration or more.
+
+Text that cannot be read raises a `StoreError` that names the key.
 """
 
 import dataclasses
@@ -17,22 +21,22 @@ FAULT = "fault"
 DONE = "done"
 #: Marks a death for which a replacement was announced.
 RETURNS = "returns"
-#: Marks one that waits no more, and lives.
+#: Marks a member that stopped waiting for the job to form; its process may live.
 GAVE_UP = "gave_up"
-#: Begins the mark of a death by an exception that is counted.
+#: Begins the mark of a death by an exception that `max_same_faults` counts.
 LEFT_BY = "left by "
-FOR_GOOD = "for good: "  # begins what is said of a fault that ends the job
+FOR_GOOD = "for good: "  # begins the signature of a fault that ends the job at once
 # They wait for one peer, not for all.
 _POINT_TO_POINT = {"send", "recv", "isend", "irecv", "send_object_list", "recv_object_list"}
 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Member:
-    """A slot with the process that holds it. A slot alone, or a rank alone, names no one.
+    """A slot and the process that holds it. A slot or a rank alone does not identify a process.
 
     Args:
-        slot: the place in the job: the initial rank.
-        incarnation: which process in a row holds it: 0, 1, 2 …
+        slot: the initial rank.
+        incarnation: number of the process among those that have held the slot, from 0.
     """
 
     slot: int
@@ -43,13 +47,13 @@ class Member:
 
     @property
     def name(self) -> str:
-        """What it is called where people read."""
+        """The member's name, for people."""
         again = f" (process {self.incarnation + 1})" if self.incarnation else ""
         return f"slot {self.slot}{again}"
 
     @classmethod
     def parse(cls, text: str, key: str) -> "Member":
-        """Reads ``slot:incarnation``; an error names the key it came from."""
+        """Reads ``slot:incarnation``; an error names the key."""
         slot, separator, incarnation = str(text).partition(":")
         if not (separator and slot.isdecimal() and incarnation.isdecimal()):
             raise StoreError(f"store key {key!r} holds {text!r}, which is no member (slot:incarnation)")
@@ -58,12 +62,12 @@ class Member:
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """Which iteration is on, and which proposal it was.
+    """The current iteration, and the proposal that decided it.
 
     Args:
         call: number of the wrapped call, from 0.
         n: number of the global iteration.
-        nonce: name of the proposal that won.
+        nonce: name of the proposal.
     """
 
     call: int
@@ -75,7 +79,7 @@ class Head:
 
     @classmethod
     def parse(cls, text: str, key: str) -> "Head":
-        """Reads ``call:n:nonce``; an error names the key it came from."""
+        """Reads ``call:n:nonce``; an error names the key."""
         parts = text.split(":")
         if len(parts) != 3 or not (parts[0].isdecimal() and parts[1].isdecimal()):
             raise StoreError(f"store key {key!r} holds {text!r}, which is no head (call:n:nonce)")
@@ -87,11 +91,11 @@ class MemberRecord(Record):
     """What is known of a member's process.
 
     Args:
-        host: where it runs.
-        pid: which process it is; None if that is not known.
-        heart: the heart that beats for it as for others; None if it has one of its own.
-        gave_up: whether it has left since going on is of no use.
-        ended_by: what has ended the job, on all ranks, if it has.
+        host: the host's name.
+        pid: the process; None if that is not known.
+        heart: name of the heartbeat that it shares with its node's ranks; None if it has its own.
+        gave_up: whether it has left on purpose, so that no other process should be started in its place.
+        ended_by: the fault that has ended the job on all ranks, if one has.
     """
 
     host: str = ""
@@ -115,7 +119,7 @@ class GroupSequence:
         group: the group's name, the same on all of its ranks.
         size: how many ranks it has.
         number: how many operations the rank had begun.
-        is_exact: whether these are collectives only, so that ranks that have come equally far have the same
+        is_exact: whether only collectives are counted, so that ranks at the same operation have the same
             number. Gloo counts ``send`` and ``recv``, too.
     """
 
@@ -127,12 +131,12 @@ class GroupSequence:
 
 @dataclasses.dataclass(frozen=True)
 class CollectivePosition:
-    """What a rank was doing with ``torch.distributed`` when it hung; nothing of it is known by default.
+    """Where a rank was in ``torch.distributed`` when it hung. By default nothing is known.
 
     Args:
         operation: the function that it was in; empty if in none.
-        group: the process group of that; empty if it is not known.
-        counts: its groups, the first eight of them.
+        group: the process group of the operation; empty if it is not known.
+        counts: how far it was in each of its groups, in the first eight.
     """
 
     operation: str = ""
@@ -145,7 +149,7 @@ class CollectivePosition:
         return bool(self.group) and self.operation not in _POINT_TO_POINT
 
     def number_in(self, group: str) -> int | None:
-        """How many operations it had begun in a group; None if that is not known."""
+        """How many operations the rank had begun in a group; None if that is not known."""
         return next((count.number for count in self.counts if count.group == group), None)
 
     def __str__(self) -> str:
@@ -159,15 +163,15 @@ class Fault(Record):
     """One member's fault, for people and for the log line of the restart.
 
     Args:
-        member: whose.
+        member: the member.
         rank: its rank in the iteration; None if it had none yet.
-        interruption: what kind.
+        interruption: the kind of fault.
         message: what happened, one line.
-        host: where.
-        pid: which process.
+        host: the member's host.
+        pid: its process.
         at: when it was noticed, in seconds since the epoch; 0 if that is not known.
         position: where it was in ``torch.distributed``, if it hung.
-        counted: kind and place, if its member left the job by it and `max_same_faults` counts it.
+        counted: signature of the fault, if the member left the job by it and `max_same_faults` counts it.
     """
 
     member: Member
@@ -182,18 +186,18 @@ class Fault(Record):
 
     @property
     def record(self) -> InterruptionRecord:
-        """What is public of it."""
+        """The public part of it."""
         return InterruptionRecord(-1 if self.rank is None else self.rank, self.interruption)
 
 
 @dataclasses.dataclass(frozen=True)
 class SameFault:
-    """A fault that ended the last iterations, one after the other.
+    """A fault that ended several iterations in a row.
 
     Args:
-        what: its kind and place, in words.
+        what: its signature: the kind of exception and the source line, in words.
         count: how many iterations in a row.
-        member: who had it in the last of them: the first one that left.
+        member: the first member that left the last of them by this fault.
     """
 
     what: str
@@ -202,22 +206,22 @@ class SameFault:
 
     @property
     def is_for_good(self) -> bool:
-        """Whether it ends the job, however often it came."""
+        """Whether it ends the job at its first occurrence."""
         return self.what.startswith(FOR_GOOD)
 
     @property
     def description(self) -> str:
-        """What it is, for people."""
+        """The fault, for people."""
         return self.what.removeprefix(FOR_GOOD)
 
 
 @dataclasses.dataclass(frozen=True)
 class Blamed:
-    """A restart, and who caused it.
+    """A restart, and the member that caused it.
 
     Args:
-        slot: whose fault it was.
-        host: where that ran; empty if it is not known.
+        slot: the member's slot.
+        host: its host; empty if it is not known.
         at: when, in seconds since the epoch.
     """
 
@@ -228,28 +232,29 @@ class Blamed:
 
 @dataclasses.dataclass(frozen=True)
 class Decision(Record):
-    """What changed from one iteration to the next. Of the size of the change, not of the world.
+    """What changes from one iteration to the next. Its size is that of the change, not of the world.
 
-    Ranks are those of the *widened world*: the world of the iteration that ended, with a place put in for
-    each newcomer that takes no one's place. The rank assignment then closes the gaps.
+    Ranks are those of the *widened world*: the world of the iteration that ended, with a rank inserted for
+    each newcomer that replaces nobody. The rank assignment then closes the gaps.
 
     Args:
         call: number of the wrapped call.
         n: number of the global iteration that begins.
         first: number of the call's first global iteration.
-        removed: members that are no longer in; and spares that leave their place for a lost rank's.
-        ranks: the ranks of the widened world that no one has.
-        joined: members that are new, and those spares; or that stay, where all get ranks by slot again.
+        removed: members that are no longer in the job, and spares that move to a lost rank.
+        ranks: the gaps: ranks of the widened world that nobody has.
+        joined: members that get a rank here: newcomers, spares that move, or everybody if ranks are dealt out
+            again by slot.
         joined_ranks: the rank of each of them in the widened world.
-        inserted: those of these ranks that did not exist before, in their order.
+        inserted: those of ``joined_ranks`` that did not exist before, in ascending order.
         world_size: size of the widened world, its gaps included.
-        min_world_size: the job goes on with no fewer members; the same in all of its decisions.
-        same_faults: the faults of the iteration that ended, those most often seen in a row first.
-        max_faults: so many faults within ``fault_window`` exclude a slot or host; 0: none does. As
-            ``min_world_size`` the same in all decisions, and so is
-        fault_window: that time in seconds.
-        blamed: who caused the restarts within it, the oldest first.
-        excluded: who is out for that, or stays though it should be, in words.
+        min_world_size: fewest members that the job goes on with; the same in all of its decisions.
+        same_faults: faults of the iteration that ended, those most often seen in a row first.
+        max_faults: number of faults within ``fault_window`` that excludes a slot or host; 0 for no limit. The
+            same in all decisions.
+        fault_window: time in seconds; the same in all decisions.
+        blamed: the restarts within ``fault_window`` and the members that caused them, oldest first.
+        excluded: which slots and hosts are excluded, or stay though they should be, in words.
     """
 
     call: int
@@ -272,7 +277,7 @@ class Decision(Record):
         """The rank of a member in the widened world.
 
         Args:
-            member: who.
+            member: the member.
             before: its rank in the iteration that ended; None if it joins.
         """
         if member in self.joined:
@@ -285,11 +290,11 @@ class Decision(Record):
 
 @dataclasses.dataclass(frozen=True)
 class View(Record):
-    """What a member knows of the iteration that it is in.
+    """What a member knows of its iteration.
 
     Args:
-        decision: what led to it.
-        nonce: name of the proposal that decided it.
+        decision: the decision that led to it.
+        nonce: name of the proposal that made the decision.
         members: all members, by slot.
     """
 
@@ -314,7 +319,7 @@ class View(Record):
 
     @property
     def head(self) -> Head:
-        """The value of the head register while this iteration is on."""
+        """The value of the head register while this iteration is the current one."""
         return Head(self.decision.call, self.decision.n, self.nonce)
 
     def after(self, decision: Decision, nonce: str) -> "View":
@@ -324,9 +329,9 @@ class View(Record):
 
 
 def roster_to_json(members: tuple[Member, ...]) -> str:
-    """All members, by slot, as one line of JSON: slots in a row whose incarnation is the same are one entry.
+    """All members, by slot, as one line of JSON. Consecutive slots of the same incarnation are one entry.
 
-    So the roster of a job that forms has one entry, which each of its ranks reads.
+    So the roster of a job that has just formed is one entry, though every rank reads it.
     """
     runs: list[list[int]] = []  # first slot, last slot, incarnation
     for member in members:
@@ -338,7 +343,7 @@ def roster_to_json(members: tuple[Member, ...]) -> str:
 
 
 def roster_from_json(text: str, key: str) -> tuple[Member, ...]:
-    """Reads `roster_to_json`; an error names the key it came from."""
+    """Reads `roster_to_json`; an error names the key."""
     try:
         return tuple(
             Member(slot, typed(int, incarnation, key))
@@ -350,10 +355,10 @@ def roster_from_json(text: str, key: str) -> tuple[Member, ...]:
 
 
 def record_of(store: Operations, member: Member) -> MemberRecord:
-    """What is known of a member's process; nothing if its record is gone.
+    """What is known of a member's process; an empty record if the key is gone.
 
     Raises:
-        StoreError: it cannot be read; names the key.
+        StoreError: the record cannot be read; names the key.
     """
     key = keys.member(str(member))
     text = read(store, key)
@@ -364,20 +369,20 @@ def record_of(store: Operations, member: Member) -> MemberRecord:
 
 
 def present(key: str, text: str | None) -> str:
-    """What a key holds that has been written before this one is told of it."""
+    """The value of a key that must exist, since another key refers to it."""
     if text is None:
         raise StoreError(f"store key {key!r} is gone, though what leads to it is there")
     return text
 
 
 def split_entry(line: str, count: int, key: str, *, rest: bool = False) -> list[str]:
-    """The words of a log's entry; an error names the key it came from.
+    """Splits an entry of a log into words; an error names the key.
 
     Args:
         line: the entry.
-        count: how many words it has.
-        key: where it stands.
-        rest: whether text may follow them; then it comes last, as it is.
+        count: number of words.
+        key: the log's key.
+        rest: whether text may follow the words; it is the last item then, unchanged.
     """
     words = line.split(maxsplit=count) if rest else line.split()
     if len(words) != count and not (rest and len(words) == count + 1):
@@ -386,7 +391,7 @@ def split_entry(line: str, count: int, key: str, *, rest: bool = False) -> list[
 
 
 def to_number(text: str, key: str) -> int:
-    """Reads a number that is not negative; an error names the key it came from."""
+    """Reads a number that is not negative; an error names the key."""
     if not text.isdecimal():
         raise StoreError(f"store key {key!r} holds {text!r}, where a number belongs")
     return int(text)
@@ -406,12 +411,12 @@ def decision_in(head: Head, text: str) -> Decision:
 
 @dataclasses.dataclass(frozen=True)
 class ArrivalEntry:
-    """How a member has left the function of an iteration.
+    """A member's entry in the log of arrivals: it has left the function of an iteration.
 
     Args:
-        rank: its rank, in a world of
-        world_size: so many.
-        fault: kind and place of its fault, if that is counted.
+        rank: its rank in that iteration.
+        world_size: size of the world that this rank belongs to.
+        fault: signature of its fault, if `max_same_faults` counts it.
     """
 
     rank: int
@@ -423,7 +428,7 @@ class ArrivalEntry:
 
 
 def arrivals_in(n: int, log: Iterable[str]) -> dict[Member, ArrivalEntry]:
-    """The members that have left the function of n, the first one first."""
+    """The members that have arrived, in order of arrival."""
     key = keys.arrived(n)
     arrivals = {}
     for line in log:
@@ -434,7 +439,7 @@ def arrivals_in(n: int, log: Iterable[str]) -> dict[Member, ArrivalEntry]:
 
 
 def joins_in(n: int, log: Iterable[str], call: int | None = None) -> set[Member]:
-    """The members that want into the iteration after n; only those that come for a call, if that is given."""
+    """The members that ask to join the iteration after n; with ``call``, only those that come for it."""
     key = keys.join(n)
     joins = set()
     for line in log:
@@ -445,16 +450,16 @@ def joins_in(n: int, log: Iterable[str], call: int | None = None) -> set[Member]
 
 
 def outcome_in(n: int, register: str | None) -> str | None:
-    """How iteration n ended, by what its register holds; None while it is on."""
+    """How iteration n ended, by the value of its register; None while it runs."""
     if register not in (None, DONE, FAULT):
         raise StoreError(f"store key {keys.end(n)!r} holds {register!r}, which is no outcome")
     return register
 
 
 def deaths_in(n: int, log: Iterable[str]) -> dict[Member, set[str]]:
-    """The members of n that have ended, by its log, with what was noted.
+    """The dead of n by its log, each with its marks.
 
-    That is `RETURNS`, `GAVE_UP`, `LEFT_BY` with kind and place, or nothing.
+    A mark is `RETURNS`, `GAVE_UP`, `LEFT_BY` with a signature, or empty.
     """
     key = keys.dead(n)
     deaths: dict[Member, set[str]] = {}

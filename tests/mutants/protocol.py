@@ -176,8 +176,8 @@ MUTANTS = [
     _job(
         "holds-though-it-came",
         PROPOSAL,
-        "return announced - {verdict.slot} - {member.slot for member in chosen.newcomers}",
-        "return announced - {verdict.slot}",
+        "return announced - {judgement.slot} - {member.slot for member in chosen.newcomers}",
+        "return announced - {judgement.slot}",
         "once the replacement is there no one waits any longer",
     ),
     _job(
