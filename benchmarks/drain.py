@@ -37,7 +37,7 @@ WORKER = Path(__file__).with_name("drain_worker.py")
 
 def committed(folder: Path) -> list[dict[str, Any]]:
     """The steps that ranks have committed so far, in order."""
-    found = [record for path in folder.glob("events.*") for record in events.read(str(path))]
+    found = [record for path in folder.glob("events.*") for record in events.load(str(path))]
     return sorted(
         (one for one in found if one["event"] == "committed"), key=lambda one: float(one["monotonic"])
     )

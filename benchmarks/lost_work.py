@@ -125,7 +125,7 @@ def loss_of(job_: Job, task: Task, index: int) -> Loss:
         AGAIN: max(again.values()),
     }
     if task.stamps:
-        for record in events.read(str(job_.events)):
+        for record in events.load(str(job_.events)):
             if at <= record["monotonic"] <= at + last["function"] and record["event"] in PHASES:
                 last[record["event"]] = max(last.get(record["event"], 0.0), record["monotonic"] - at)
         result.stamps = {**last, "new step": done - at}

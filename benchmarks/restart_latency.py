@@ -127,7 +127,7 @@ def recovery_of(job_: Job, fault: Fault, index: int, expected: int) -> Recovery:
         result.ready = max(ready.values()) - at
         result.group = max(ready.values()) - max(enter.values())
     if job_.events.exists():
-        result.phases = phases_between(events.read(str(job_.events)), at, max(enter.values()))
+        result.phases = phases_between(events.load(str(job_.events)), at, max(enter.values()))
     return result
 
 

@@ -139,7 +139,7 @@ class Show:
     def run(self, exitcode: int, folder: Path) -> Run:
         """Returns what has become of the run."""
         sha256, loss = self._final or (None, None)
-        return Run(exitcode, sha256, loss, self._output, events.read(str(folder / "events")))
+        return Run(exitcode, sha256, loss, self._output, events.load(str(folder / "events")))
 
 
 @contextlib.contextmanager

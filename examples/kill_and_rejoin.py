@@ -364,7 +364,7 @@ def finish(run: Run, seconds: float) -> None:
 def entered(run: Run) -> list[dict]:
     """Returns who entered the function, when, in which iteration."""
     path = run.folder / "events"
-    return [r for r in events.read(str(path)) if r["event"] == "enter"] if path.exists() else []
+    return [r for r in events.load(str(path)) if r["event"] == "enter"] if path.exists() else []
 
 
 def used_twice(records: Sequence[dict]) -> list[str]:
@@ -384,7 +384,7 @@ def used_twice(records: Sequence[dict]) -> list[str]:
 
 def times_back(run: Run, active: int) -> list[list[str]]:
     """Returns rows of a table: how long it took, where the events tell."""
-    records = events.read(str(run.folder / "events"))
+    records = events.load(str(run.folder / "events"))
     enters = [r for r in records if r["event"] == "enter"]
     by_iteration: dict[int, list[dict]] = {}
     for r in enters:
@@ -506,7 +506,7 @@ def show(args: argparse.Namespace, folder: Path) -> None:
     if faulty.finished != set(range(args.ranks)):
         wrong.append(f"only ranks {sorted(faulty.finished)} finished")
 
-    committed, again = done_again(events.read(str(faulty.folder / "events")))
+    committed, again = done_again(events.load(str(faulty.folder / "events")))
     if args.live and (committed, again) != (steps, 0):
         wrong.append(f"{committed} of {steps} steps were committed, and {again} of them done again")
 

@@ -324,7 +324,7 @@ class Run:
             self.wait(SAMPLE_EVERY)
 
     def _all_take_part(self) -> bool:
-        records = events.read(str(self.folder / "events"))
+        records = events.load(str(self.folder / "events"))
         # One that is not needed now has joined, and waits for the next iteration.
         here = {record["pid"] for record in records if record["event"] in ("join", "decided", "enter")}
         ranks = [process.pid for node in self.nodes for process in self.ranks_of(node).values()]
@@ -663,7 +663,7 @@ def show(args: argparse.Namespace, shape: Shape, folder: Path) -> None:
         wrong += grown
     if clean.final() != (sha256, loss, steps):
         wrong.append(f"the weights differ: {(sha256, loss, steps)} with faults, {clean.final()} without")
-    records = events.read(str(faulty.folder / "events"))
+    records = events.load(str(faulty.folder / "events"))
     ended = [r["slot"] for r in records if r["event"] == "fault" and r["kind"] == "HARD_TIMEOUT"]
     hung = ended.count(shape.spared)
     pids = {record["pid"] for record in entered(faulty) if record["slot"] == shape.spared}

@@ -15,6 +15,7 @@ import time
 from typing import Any
 
 from ._files import check_own_file, owners_only
+from ._renamed import of_module
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ def _report(path: str, trouble: str) -> None:
     log.warning("%s=%s: events are lost, and the job goes on: %s", ENV, path, trouble)
 
 
-def read(path: str) -> list[dict[str, Any]]:
+def load(path: str) -> list[dict[str, Any]]:
     """Reads an events file, in the order of writing.
 
     A crash or a full disk may have cut a line short. Such lines are left out, with a warning, and so are
@@ -131,3 +132,6 @@ def _checked(found: Any) -> dict[str, Any]:
     if not all(abs(number) < _MOST for number in numbers) or not needed <= record.keys():
         raise ValueError("a field is missing, or is no number")
     return record
+
+
+__getattr__ = of_module(__name__, globals(), {"read": "load"})

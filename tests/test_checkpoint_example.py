@@ -61,7 +61,7 @@ def train(path: Path, faults: str, *, asynchronous: bool) -> tuple[str, list[dic
     assert found.sealed[0].step == 14, done.stdout
     assert len(found.sealed) == 3
     (final,) = FINAL.findall(done.stdout)
-    return final, events.read(str(path / "events"))
+    return final, events.load(str(path / "events"))
 
 
 @pytest.fixture(scope="module")

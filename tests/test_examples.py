@@ -101,7 +101,7 @@ def test_training_ends_with_the_same_weights_whatever_happens(tmp_path: Path) ->
     path = str(tmp_path / "events")
     faulty = train(tmp_path / "faulty", faults, **{events.ENV: path})
     assert faulty.returncode == 0, faulty.stdout
-    records = events.read(path)
+    records = events.load(path)
     assert [r["kind"] for r in records if r["event"] == "inject"] == ["exception", "sigkill", "exception"]
     assert {r["iteration"] for r in records if r["event"] == "enter"} == {0, 1, 2, 3}
     assert len(FINAL.findall(clean.stdout)) == 1, clean.stdout
@@ -116,7 +116,7 @@ def test_training_with_live_state_does_no_step_again(tmp_path: Path) -> None:
     path = str(tmp_path / "events")
     faulty = train(tmp_path / "faulty", faults, "--live", **{events.ENV: path})
     assert faulty.returncode == 0, faulty.stdout
-    records = events.read(path)
+    records = events.load(path)
     assert [r["kind"] for r in records if r["event"] == "inject"] == ["exception", "sigkill", "exception"]
     assert committed.done_again(records) == (14, 0)
     assert faulty.stdout.count("from living peers; 0 steps lost") == 3, faulty.stdout
@@ -376,7 +376,7 @@ def test_examples_of_live_state_lose_no_step(name: str, faults: str, tmp_path: P
         command = (*FTRUN, "--nproc-per-node", *LIVE[name], "--max-rank-restarts", 0, script)
         done = run(*command, **{ENV: specs, events.ENV: str(path)})
         assert done.returncode == 0, done.stdout
-        records = events.read(str(path))
+        records = events.load(str(path))
         assert committed.done_again(records) == (15, 0)
         assert len([r for r in records if r["event"] == "inject"]) == len(parse_faults(specs))
         said.append(sorted(re.findall(r"loss [\d.]+", done.stdout)))

@@ -302,7 +302,7 @@ def test_a_fault_is_recorded_before_it_happens(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv(events.ENV, path)
     monkeypatch.setenv(ENV, "sigkill:rank=1")
     status_of(fork(lambda: Injector.from_env().check("step", **PLACE)))
-    (record,) = events.read(path)
+    (record,) = events.load(path)
     expected = {"event": "inject", "kind": "sigkill", "where": "step", **PLACE}
     assert {name: record[name] for name in expected} == expected
 

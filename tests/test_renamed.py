@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ft_wrapper import RestartReport, Wrapper, exception
+from ft_wrapper import RestartReport, Wrapper, events, exception
 from ft_wrapper.restart import report as reports
 
 REPORT = RestartReport(
@@ -25,6 +25,7 @@ REPORT = RestartReport(
     [
         (exception, "Drained", "RankDrained"),
         (exception, "Excluded", "RankExcluded"),
+        (events, "read", "load"),
         (reports, "TookOver", "Promotion"),
         (REPORT, "lost", "lost_slots"),
         (REPORT, "joined", "joined_slots"),

@@ -148,7 +148,7 @@ def test_processes_of_two_starts_of_a_machine_are_none_that_two_jobs_share() -> 
 def test_events_tell_the_starts_of_a_machine_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(events.ENV, str(tmp_path / "events"))
     events.emit("done")
-    (record,) = events.read(str(tmp_path / "events"))
+    (record,) = events.load(str(tmp_path / "events"))
     assert Path("/proc/sys/kernel/random/boot_id").read_text().startswith(record["boot"]) and record["boot"]
 
 
@@ -190,7 +190,7 @@ def test_damaged_lines_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFix
     path = tmp_path / "events"
     first, last = (json.dumps(records("h", [(1.0, event, 0, 1)])[0]).encode() for event in "ad")
     path.write_bytes(first + b'\n{"event": "b", "ho{"event": "c"}\n7\n\xff\xfe\n' + last + b"\n")
-    assert [record["event"] for record in events.read(str(path))] == ["a", "d"]
+    assert [record["event"] for record in events.load(str(path))] == ["a", "d"]
     assert "3 damaged lines are left out, the first is line 2" in caplog.text
 
 
@@ -230,7 +230,7 @@ def test_events_of_another_kind_are_left_out(data: st.DataObject) -> None:
 def test_a_line_that_json_cannot_read_is_left_out(line: str, tmp_path: Path) -> None:
     path = tmp_path / "events"
     path.write_text(f"{line}\n{json.dumps(two_ranks()[0])}\n")
-    assert len(events.read(str(path))) == 1
+    assert len(events.load(str(path))) == 1
 
 
 @pytest.mark.parametrize(

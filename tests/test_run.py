@@ -280,7 +280,7 @@ def test_plain_process_group(script: Callable[[str], str], capfd: pytest.Capture
 def test_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FT_WRAPPER_EVENTS", str(tmp_path / "events"))
     assert main(["--no-python", "sh", "-c", "exit 3"]) == 1
-    records = events.read(str(tmp_path / "events"))
+    records = events.load(str(tmp_path / "events"))
     names = ["agent_started", "round_started", "rank_started", "rank_ended", "agent_ended"]
     assert [record["event"] for record in records] == names
     assert records[0]["started"] <= records[0]["monotonic"]

@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         with _page(args.html) if args.html is not None else contextlib.nullcontext() as page:
-            jobs = by_job(record for path in args.events for record in events.read(path))
+            jobs = by_job(record for path in args.events for record in events.load(path))
             if not jobs:
                 raise ValueError("there are no events: was FT_WRAPPER_EVENTS set for all ranks?")
             reports = [make_report(job, found) for job, found in jobs]

@@ -9,7 +9,7 @@ import collections
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
-from .rows import Record, Row, Span, iteration_of, make_rows
+from .rows import Record, Row, Span, iteration_name, make_rows
 from .steps import Part, Steps, Told, read_steps
 
 #: What time goes to, and what counts for it.
@@ -116,7 +116,7 @@ class _Faults:
         for record in records:
             if record["event"] != "fault" or not record.get("ends", True):
                 continue  # of a spare: nothing ended by it
-            n, moment = iteration_of(record), float(record["monotonic"])
+            n, moment = iteration_name(record), float(record["monotonic"])
             key = str(record["host"]), n
             self._noticed[key] = min(moment, self._noticed.get(key, moment))
             since = float(record.get("since", moment))

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from .._text import plural
 from ..attribution import Interruption, InterruptionRecord, by_blame
-from .rows import Record, Row, iteration_of
+from .rows import Record, Row, iteration_name
 
 #: What happened to a rank, by the kind of its fault; `JOINED` if nothing failed and a process came.
 WORDS = {
@@ -74,7 +74,7 @@ def find_incidents(
     next_of: dict[str, str] = {}
     lines: dict[str, str] = {}
     for record in records:
-        host, n, event = str(record["host"]), iteration_of(record), record["event"]
+        host, n, event = str(record["host"]), iteration_name(record), record["event"]
         if event == "decided":
             members[n].add((host, int(record.get("slot", -1))))
             if "after" in record:

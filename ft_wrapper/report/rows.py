@@ -86,7 +86,7 @@ class Row:
     lives: list[Life] = dataclasses.field(default_factory=list)
 
 
-def iteration_of(record: Record) -> str:
+def iteration_name(record: Record) -> str:
     """What names the iteration of an event: its nonce; its number, in files of older versions."""
     return str(record.get("nonce", record.get("iteration", "")))
 
@@ -178,7 +178,7 @@ def _spans(row: Row, records: Sequence[Record]) -> Iterator[Span]:
             yield from _span(at, moment, before, iteration)
             at, before = moment, kind
         last = life.events[-1] if life.events else None
-        yield from _span(at, max(at, end), before, iteration_of(last) if last else "")
+        yield from _span(at, max(at, end), before, iteration_name(last) if last else "")
         at = max(at, end)
     # A process that has ended in order leaves no seat behind.
     yield from _span(at, row.end, "after_end" if before == "after_end" else "gone")
@@ -215,7 +215,7 @@ def _states(life: Life) -> Iterator[tuple[str, float, str]]:
         yield kind, _at(record), iteration
         state = kind
         if event in ("enter", "spare", "decided"):
-            iteration, has_run = iteration_of(record), has_run or event != "decided"
+            iteration, has_run = iteration_name(record), has_run or event != "decided"
 
 
 def _last_done(life: Life, before: Record) -> float:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
 
-from .rows import Record, Row, iteration_of
+from .rows import Record, Row, iteration_name
 
 Key = tuple[str, int]  # an iteration; and how often its function had gone back
 
@@ -116,7 +116,7 @@ def read_steps(records: Sequence[Record], rows: Sequence[Row]) -> Steps:
     for record in records:
         who = (str(record["host"]), int(record.get("slot", -1)), int(record.get("incarnation", 0)))
         who = names.get((who[0], int(record["pid"])), who)
-        n = iteration_of(record)
+        n = iteration_name(record)
         if record["event"] in ("returned", "done"):
             returned.add((who, n))
         if "step" in record and "began" in record:
@@ -150,7 +150,7 @@ def _iterations(records: Iterable[Record]) -> tuple[list[str], dict[str, str]]:
             continue
         if record["event"] not in ("decided", "enter", "spare", "step"):
             continue
-        n = iteration_of(record)
+        n = iteration_name(record)
         moment = float(record["time"] if "time" in record else record["monotonic"])
         seen[n] = min(seen.get(n, (moment, 0)), (moment, record["iteration"]))
         if "after" in record:
@@ -173,7 +173,7 @@ def _parts(
     committed: dict[str, int] = collections.defaultdict(int)
     complete: set[str] = set()
     for record in records:
-        n = iteration_of(record)
+        n = iteration_name(record)
         committed[n] = max(committed[n], int(record.get("committed", 0)))
         if record["event"] == "done":
             complete.add(calls.get(n, ""))

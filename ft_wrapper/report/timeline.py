@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from .._text import plural
 from .goodput import Goodput
 from .incidents import Incident, Seat, find_incidents, natural
-from .rows import Record, Row, iteration_of
+from .rows import Record, Row, iteration_name
 
 MOST_ROWS = 64
 """So many rows can be looked at."""
@@ -208,7 +208,7 @@ def _clocks(records: Sequence[Record], rows: Sequence[Row]) -> dict[str, float]:
         if "time" in record and host not in ahead:
             ahead[host] = at - float(record["time"])
         if record["event"] in ("decided", "enter"):
-            n = iteration_of(record)
+            n = iteration_name(record)
             seen[n] = min(at, seen.get(n, at))
     if not heard:
         return {}
@@ -346,7 +346,7 @@ class _Columns:
 
 def _bands(records: Iterable[Record], rows: Iterable[Row], clocks: Mapping[str, float]) -> tuple[Band, ...]:
     numbers = {
-        iteration_of(record): record["iteration"]
+        iteration_name(record): record["iteration"]
         for record in records
         if isinstance(record.get("iteration"), int) and record["iteration"] >= 0
     }

@@ -29,7 +29,7 @@ class _When(enum.Enum):
 
 
 @dataclasses.dataclass
-class _Fault:
+class _Injected:
     when: _When
     operation: str
     key: str
@@ -54,7 +54,7 @@ class _Contents:
         self.use_libuv = use_libuv
         self.values: dict[str, bytes] = {}
         self.waiters: list[Waiter] = []
-        self.faults: list[_Fault] = []
+        self.faults: list[_Injected] = []
         self.hooks: list[Hook] = []
 
     def wake(self, key: str) -> None:
@@ -158,20 +158,20 @@ class FakeStore(Store, StoreMixin):
             times: how many operations.
             error: what is raised; a ``DistNetworkError`` that names operation and key when None.
         """
-        self._contents.faults.append(_Fault(_When.BEFORE, operation, key, client, times, error))
+        self._contents.faults.append(_Injected(_When.BEFORE, operation, key, client, times, error))
 
     def lose_reply(
         self, operation: str = "*", key: str = "*", *, client: str = "*", times: int = 1, error: Raised = None
     ) -> None:
         """Makes operations fail although they are carried out. Arguments as in `fail`."""
-        self._contents.faults.append(_Fault(_When.AFTER, operation, key, client, times, error))
+        self._contents.faults.append(_Injected(_When.AFTER, operation, key, client, times, error))
 
     def repeat(self, operation: str = "*", key: str = "*", *, client: str = "*", times: int = 1) -> None:
         """Makes operations be carried out twice: a reply was lost and the client tried again.
 
         Others may run in between. Arguments as in `fail`.
         """
-        self._contents.faults.append(_Fault(_When.AGAIN, operation, key, client, times, None))
+        self._contents.faults.append(_Injected(_When.AGAIN, operation, key, client, times, None))
 
     # Operations --------------------------------------------------------------------------------------------
 
@@ -286,7 +286,7 @@ class FakeStore(Store, StoreMixin):
             return self._operate(operation, keys, args, act)
         return result
 
-    def _take_fault(self, operation: str, keys: Sequence[str]) -> _Fault | None:
+    def _take_fault(self, operation: str, keys: Sequence[str]) -> _Injected | None:
         faults = self._contents.faults
         fault = next((f for f in faults if f.matches(self.client, operation, keys)), None)
         if fault is not None:

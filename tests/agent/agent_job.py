@@ -79,7 +79,7 @@ class FtRun:
         """The events of that name so far."""
         if not self._events.exists():
             return []
-        return [record for record in events.read(str(self._events)) if record["event"] == name]
+        return [record for record in events.load(str(self._events)) if record["event"] == name]
 
     def pids(self, rank: int) -> list[int]:
         """The processes that a rank has had, in order."""

@@ -98,7 +98,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Scraped:
         newer = scrape(port, "application/openmetrics-text; version=1.0.0")
         (folder / "gate").write_text("")
         assert run.end() == 0, run.said
-    return Scraped(early, late, newer, events.read(str(folder / "run" / "events")))
+    return Scraped(early, late, newer, events.load(str(folder / "run" / "events")))
 
 
 def test_restarts_and_ranks_of_a_job(job: Scraped) -> None:

@@ -134,7 +134,7 @@ def run_job(folder: Path, faults: str, *, processes: int = 4, active: int = 3, *
         ftrun.wait()
     if code != 0:
         raise RuntimeError(f"ftrun ended with {code}:\n{(folder / 'output').read_text()[-4000:]}")
-    (report,) = make_reports(events.read(str(folder / "events")))
+    (report,) = make_reports(events.load(str(folder / "events")))
     return Run(faults, began, ended, report, *count_steps(folder, options["steps"]))
 
 

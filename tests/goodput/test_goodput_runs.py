@@ -27,7 +27,7 @@ def test_known_steps_that_are_done_again_are_counted_exactly(tmp_path: Path) -> 
     assert time.buckets["detection"] >= 2 * 1.0
     # Two ranks have loaded four times, which takes 0.05 s at least.
     assert time.buckets["training_prep"] >= 8 * 0.05
-    told = [record for record in events.read(str(folder / "events")) if record["event"] == "step"]
+    told = [record for record in events.load(str(folder / "events")) if record["event"] == "step"]
     # The first step of each rank in each iteration, and at most one a second.
     assert len(told) <= 2 * 4 + 2 * (run.wall + 1)
 

@@ -313,7 +313,7 @@ def run_ftrun(
         ftrun.wait()
     trouble += [f"a process was left: {command}" for command in end_left(folder)]
     path = folder / "events"
-    return by_run(events.read(str(path)) if path.exists() else []), trouble
+    return by_run(events.load(str(path)) if path.exists() else []), trouble
 
 
 def end_left(folder: Path) -> list[str]:

@@ -29,7 +29,7 @@ def test_a_few_faults_cost_no_step(tmp_path: Path) -> None:
     kinds = {kind for kind, _ in verdicts[1].faults}
     assert "sigkill" in kinds and verdicts[1].in_recovery, verdicts[1]
     assert verdicts[1].received > 0
-    records = events.read(str(tmp_path / "job" / "events"))
+    records = events.load(str(tmp_path / "job" / "events"))
     committed = {record["step"] for record in records if record["event"] == "committed"}
     assert committed == set(range(1, STEPS + 1)), "else the judge knows of no step done again"
     (report,) = make_reports(records)

@@ -211,7 +211,7 @@ def test_the_event_that_ends_an_iteration_says_how_many_steps_are_committed(job:
     path = str(tmp_path / "events")
     job.start(2, says_how_far, path)
     assert job.wait() == [2, 2]
-    ends = [record for record in events.read(path) if record["event"] in ("left", "done")]
+    ends = [record for record in events.load(path) if record["event"] in ("left", "done")]
     said = sorted((record["iteration"], record["slot"], record.get("committed")) for record in ends)
     assert said == [(n, slot, (2, None, STEPS)[n]) for n in range(3) for slot in range(2)]
 
