@@ -6,10 +6,9 @@ import pytest
 
 from ft_wrapper.agent.metrics import CAUSES
 from ft_wrapper.attribution import Interruption
-from ft_wrapper.protocol import Agreement, keys
+from ft_wrapper.protocol import Agreement
 from ft_wrapper.protocol.entering import Entered
-from ft_wrapper.protocol.operations import Append
-from ft_wrapper.protocol.records import Decision, Fault, Member, MemberRecord, View
+from ft_wrapper.protocol.records import Decision, Fault, Member, MemberRecord
 from ft_wrapper.restart.report import Promotion, RestartReport, duration, make_report, waiting_line
 from ft_wrapper.state import State
 from ft_wrapper.testing.fake_store import FakeStore
@@ -28,13 +27,10 @@ def said(
     seconds: float,
 ) -> str:
     """The line of an iteration that no one has joined, and no one else has left."""
-    store = FakeStore()
-    for slot, rank in promoted:
-        entry = Entered(Member(slot, 0), rank, promoted=True).to_text()
-        store.execute([Append(keys.entered(n), entry)])
+    entered = [Entered(Member(slot, 0), rank, promoted=True) for slot, rank in promoted]
     decision = Decision(0, n, 0, (), (), (), (), (), world_size, 1)
     state = State(0, world_size, active_world_size=active, iteration=n)
-    return str(make_report(store, View(decision, "nonce", ()), state, faults, seconds))
+    return str(make_report(decision, state, entered, faults, seconds))
 
 
 def test_names_what_failed_where_who_took_over_and_how_long_it_took() -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -38,7 +39,7 @@ from ..torch_groups.collective import current_collective
 from ..torch_groups.kept import KeptGroup
 from . import forked, same_faults, torch_state
 from .loop import Outcome, RestartedProcess, RestartLoop
-from .on_restart import Reporter
+from .on_restart import Reporter, RestartTimes
 from .resources import Resources
 from .same_faults import FunctionRun, leaves_with_fault, times_before
 from .settings import Settings
@@ -94,6 +95,7 @@ class Call(RestartedProcess):
         self.own = Resources(settings, plan, state, function_name, self._look, self._abort, self._tell)
         self.waiting = self.own.waiting
         self._reporter = Reporter(self.own, began_at)
+        self._times = RestartTimes(time.monotonic())
         self.tracker = tracker.begin_tracking()
 
     def close(self, error: BaseException | None) -> None:
@@ -145,7 +147,6 @@ class Call(RestartedProcess):
     def enter_iteration(self, view: View) -> None:
         own, decision = self.own, view.decision
         own.memory.active = True  # until it is known: others may be waiting for this rank
-        self._reporter.step = own.memory.step  # before it is forgotten
         own.memory.enter_iteration(view.n)
         is_new = own.member.member in decision.joined or view.is_first
         own.monitor.enter(view, None if is_new else decision)
@@ -186,9 +187,10 @@ class Call(RestartedProcess):
         self.progressed = False
         self._current = run = FunctionRun(time.monotonic())
         is_spare = state.mode == Mode.INACTIVE
-        run.watch = watch = own.thread.watch(own.member.view.n, self._report_entry, may_be_done=is_spare)
+        entered = functools.partial(self._report_entry, state, self._times)
+        run.watch = watch = own.thread.watch(own.member.view.n, entered, may_be_done=is_spare)
         left = Outcome(has_returned=True)
-        self._reporter.await_report(state, watch)
+        run.report = self._reporter.await_report(state, self._times, watch)
         try:
             try:
                 left.value = own.interrupter.call(self._body)
@@ -249,7 +251,7 @@ class Call(RestartedProcess):
         if self.settings.initialize is not None:
             self.settings.initialize(self.state.freeze())
         self._check_health()
-        self._reporter.tell(self.state)
+        self._reporter.tell(self._current.report, self.state, self._times)
         self.own.memory.is_in_function = True
         if self.state.mode == Mode.INACTIVE:
             self.own.member.emit("spare")
@@ -304,7 +306,8 @@ class Call(RestartedProcess):
             if not watch.handled.wait(self.settings.barrier_timeout):
                 raise InternalError("the abort plug-in did not return within barrier_timeout")
             self.own.store_lost = watch.store_lost
-            self._reporter.left(watch)
+            left = RestartTimes(watch.ended_at or time.monotonic(), watch.ended_at, step=self.own.memory.step)
+            self._times = left.end("abort", watch.aborted_at).end("leave")
         self.own.memory.leave_iteration()
         self.own.member.emit("left", **self.own.memory.last_step(), **self.end_fields)
         self.helpers.close()
@@ -328,14 +331,14 @@ class Call(RestartedProcess):
         if looked and time.monotonic() - looked > 2 * settings.monitor_process_interval:
             with own.waiting:
                 own.monitor.await_answer()
-        self._reporter.phases.end("arrive")
+        self._times = self._times.end("arrive")
 
     def leave_if_asked(self) -> None:
         if self.own.memory.leave_requested:
             raise RankDrained
 
     def all_left(self) -> None:
-        self._reporter.phases.end("decide")
+        self._times = self._times.end("decide")
         close_aborted_sockets()
         self.own.close_lines()
         self.own.signals.forget()  # the iteration that they may be about is over
@@ -453,8 +456,8 @@ class Call(RestartedProcess):
         if self.settings.abort is not None:
             self.settings.abort(self.state.freeze())
 
-    def _report_entry(self) -> None:
+    def _report_entry(self, state: State, times: RestartTimes) -> None:
         """The active rank that came last reports the restart."""
-        if self.state.active_rank == 0:  # at once: this rank may be lost before its monitor does so
+        if state.active_rank == 0:  # at once: this rank may be lost before its monitor does so
             note_active_target(self.own.client, self.own.member.view.n)
-        self._reporter.entered(self.state)
+        self._reporter.entered(state, times)

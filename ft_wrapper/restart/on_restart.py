@@ -9,14 +9,16 @@ import contextlib
 import dataclasses
 import logging
 import time
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..exception import InternalError, StoreError
 from ..monitor.threads import WatchedIteration
 from ..protocol import Agreement, keys
-from ..protocol.operations import Notify, Operations, read
+from ..protocol.operations import Operations, Notify, read
+from ..protocol.records import Fault
 from ..state import State
-from .report import RestartReport, began_before, make_report
+from .report import RestartReport, evictions, make_report
 
 if TYPE_CHECKING:
     from .resources import Resources
@@ -24,61 +26,49 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class Phases:
-    """What a restart's time goes to on this rank.
+@dataclasses.dataclass(frozen=True)
+class RestartTimes:
+    """What a restart has taken of this rank's time so far.
 
-    Attributes:
-        seconds: by the name of each phase that is over.
+    The function's thread puts a new one in its place at each phase's end, and hands the present one to the
+    monitor thread with each iteration.
+
+    Args:
+        until: when the last of the phases was over, in monotonic seconds.
+        began_at: when this rank saw the end of the last iteration that it was in; None if it was in none.
+        phases: the seconds of each phase that is over, by its name.
+        step: what its function had come to when that iteration ended; None if it had told no step.
     """
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._since = time.monotonic()
+    until: float
+    began_at: float | None = None
+    phases: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    step: int | None = None
 
-    def begin(self, at: float | None) -> None:
-        """A restart has begun: at some moment, in monotonic seconds; now when None."""
-        self.seconds = {}
-        self._since = time.monotonic() if at is None else at
-
-    def end(self, phase: str, at: float | None = None) -> None:
+    def end(self, phase: str, at: float | None = None) -> "RestartTimes":
         """A phase is over. One that comes again, as not all ranks got in at once, is added up."""
-        at = max(self._since, time.monotonic() if at is None else at)
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + at - self._since
-        self._since = at
+        at = max(self.until, time.monotonic() if at is None else at)
+        seconds = self.phases.get(phase, 0.0) + at - self.until
+        return dataclasses.replace(self, until=at, phases={**self.phases, phase: seconds})
 
 
 class Reporter:
-    """The reports of one call's restarts, on one rank.
+    """The reports of one call's restarts, on one rank. Its threads share nothing that changes.
 
     Args:
         own: what the call owns.
         began_at: when the call began, in monotonic seconds.
-
-    Attributes:
-        phases: of the restart that is under way, or was the last.
-        ended_at: when this rank saw the end of the last iteration that it was in, in monotonic seconds.
-        step: what its function had come to by then; None if it had told no step.
     """
 
     def __init__(self, own: "Resources", began_at: float) -> None:
-        self.phases = Phases()
-        self.ended_at: float | None = None
-        self.step: int | None = None
         self._own = own
         self._began_at = began_at
-        self._report: RestartReport | None = None
-        self._waits = False
 
     # ---- the thread that runs the function
 
-    def left(self, watch: WatchedIteration) -> None:
-        """The iteration has ended by a fault, and this rank is out of the function."""
-        self.ended_at = watch.ended_at
-        self.phases.begin(watch.ended_at)
-        self.phases.end("abort", watch.aborted_at)
-        self.phases.end("leave")
-
-    def await_report(self, state: State, watch: WatchedIteration) -> None:
+    def await_report(
+        self, state: State, times: RestartTimes, watch: WatchedIteration
+    ) -> RestartReport | None:
         """Before `tell`, outside of what can be interrupted: waits until all active ranks have come.
 
         There is no report in a call's first iteration, or if the iteration has ended; nor after
@@ -86,39 +76,40 @@ class Reporter:
 
         Args:
             state: this rank's.
+            times: this rank's, so far.
             watch: of the iteration that begins.
         """
-        own, self._report = self._own, None
+        own = self._own
         if own.settings.on_restart is None or own.member.view.is_first:
-            return
-        self._waits = True
+            return None
         try:
             with own.waiting:
-                self._report = self._await_report(state, watch)
+                return self._await_report(state, times, watch)
         except (StoreError, ValueError, KeyError, TypeError):  # the function may do without the store
             log.exception("no report of restart %d could be read: on_restart is not called", state.iteration)
-        finally:
-            self._waits = False
+            return None
 
-    def tell(self, state: State) -> None:
+    def tell(self, report: RestartReport | None, state: State, times: RestartTimes) -> None:
         """Calls ``on_restart``, if there is a report, as a part of the function.
 
         Args:
+            report: what `await_report` gave.
             state: this rank's.
+            times: this rank's, so far.
         """
-        report, self._report = self._report, None
         on_restart = self._own.settings.on_restart
         if report is None or on_restart is None:
             return
-        self.phases.end("enter")
         try:
-            on_restart(dataclasses.replace(report, phases=dict(self.phases.seconds), step=self.step))
+            on_restart(dataclasses.replace(report, phases=times.end("enter").phases, step=times.step))
         except Exception:
             if self._own.interrupter.requested:
                 raise  # in the wake of the interruption, which goes on
             log.exception("on_restart failed on rank %s, and the iteration goes on", state.rank)
 
-    def _await_report(self, state: State, watch: WatchedIteration) -> RestartReport | None:
+    def _await_report(
+        self, state: State, times: RestartTimes, watch: WatchedIteration
+    ) -> RestartReport | None:
         store, n, settings = self._own.member.agreement.store, watch.n, self._own.settings
         key, deadline = keys.restarted(n), store.now() + settings.barrier_timeout
         while not watch.over.is_set():
@@ -131,7 +122,7 @@ class Reporter:
             entered = Agreement(store).entering.entered_in(n).values()
             missing = set(range(active)) - {one.active_rank for one in entered}
             if not missing:  # the last one's count was wrong: then no rank has made it
-                return self._make(store, state, store.now())
+                return self._make(store, state, times, store.now())
             if remaining <= 0:
                 log.warning(
                     "on_restart is not called: active ranks %s of %d did not come into iteration %d within "
@@ -143,34 +134,45 @@ class Reporter:
 
     # ---- the monitor thread
 
-    def entered(self, state: State) -> None:
+    def entered(self, state: State, times: RestartTimes) -> None:
         """On the active rank that came last, logs the restart's line, and tells the others.
 
         Args:
             state: this rank's.
+            times: this rank's, as it entered.
         """
         view, now = self._own.member.view, self._own.client.now()
         if view.is_first or state.active_rank is None:
             return
         if Agreement(self._own.client).entering.count_active(view.n) != state.active_world_size:
             return
-        report = self._make(self._own.client, state, now)
+        report = self._make(self._own.client, state, times, now)
         self._own.client.execute([Notify(keys.restarted(view.n), report.to_json())])
         log.warning("%s", report)
-        phases = {} if self.ended_at is None else dict(self.phases.seconds)
-        if phases:
-            phases.setdefault("enter", max(0.0, report.seconds - sum(phases.values())))
+        phases: dict[str, float] = {}
+        if times.began_at is not None:
+            phases = {**times.phases, "enter": max(0.0, report.seconds - sum(times.phases.values()))}
         with contextlib.suppress(InternalError):  # its monitor has ended, which others say
             self._own.monitor.restarted(report.kind, {**phases, "total": report.seconds})
         self._own.member.emit("restarted", line=str(report))
 
     def ended(self) -> None:
         """The iteration has ended by a fault: its report is waited for no more."""
-        if self._waits:
-            self._own.client.execute([Notify(keys.restarted(self._own.member.view.n), "")])
+        own = self._own
+        if own.settings.on_restart is not None and not own.memory.is_in_function:
+            own.client.execute([Notify(keys.restarted(own.member.view.n), "")])
 
-    def _make(self, store: Operations, state: State, now: float) -> RestartReport:
-        member = self._own.member
-        faults = Agreement(store).ends.faults_of(member.view.n - 1)
-        seconds = began_before(faults, self._began_at) if self.ended_at is None else now - self.ended_at
-        return make_report(store, member.view, state, faults, seconds)
+    def _make(self, store: Operations, state: State, times: RestartTimes, now: float) -> RestartReport:
+        view, agreement = self._own.member.view, Agreement(store)
+        entered = agreement.entering.entered_in(view.n).values()
+        faults = agreement.ends.faults_of(view.n - 1)
+        faults += evictions(store, view.decision, faults)
+        return make_report(view.decision, state, entered, faults, self._seconds(times, faults, now))
+
+    def _seconds(self, times: RestartTimes, faults: Sequence[Fault], now: float) -> float:
+        """How long ago the last iteration ended."""
+        if times.began_at is not None:
+            return now - times.began_at
+        # What this process has come in place of may have run on another host.
+        began = min((fault.at for fault in faults if fault.at), default=None)
+        return now - self._began_at if began is None else max(0.0, time.time() - began)

@@ -2,16 +2,15 @@
 
 import dataclasses
 import json
-import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from .._renamed import attribute, of_module
 from .._text import IN_LINE, cut, duration, plural
 from ..attribution import Interruption, by_blame
-from ..protocol import Agreement
+from ..protocol.entering import Entered
 from ..protocol.operations import Operations
-from ..protocol.records import Fault, GroupSequence, Member, View, record_of
+from ..protocol.records import Decision, Fault, GroupSequence, Member, record_of
 from ..state import State
 
 _SHOWN = 4  # faults and promotions named in a line; the others are counted
@@ -128,29 +127,26 @@ class RestartReport:
 
 
 def make_report(
-    store: Operations, view: View, state: State, faults: Sequence[Fault], seconds: float
+    decision: Decision, state: State, entered: Iterable[Entered], faults: Sequence[Fault], seconds: float
 ) -> RestartReport:
-    """Makes the report of a restart, from what the store has of it.
+    """Makes the report of a restart.
 
     Args:
-        store: what the ranks that entered have noted there.
-        view: the iteration that begins.
+        decision: what led to the iteration that begins.
         state: of a rank that has entered it.
-        faults: what was published in the one before, in that order.
+        entered: the ranks that have.
+        faults: of the iteration before, `evictions` last.
         seconds: from its end until the last active rank was back.
     """
-    decision = view.decision
-    entered = Agreement(store).entering.entered_in(view.n).values()
     active = sorted((one.active_rank, one) for one in entered if one.active_rank is not None)
-    lost = sorted(set(decision.removed).difference(decision.joined))
-    faults = [*faults, *evictions(store, lost, faults)]
+    lost = tuple(sorted(member.slot for member in set(decision.removed).difference(decision.joined)))
     joined = tuple(sorted(member.slot for member in set(decision.joined).difference(decision.removed)))
     is_fault = bool(faults) or not joined
     return RestartReport(
         iteration=state.iteration,
         cause=describe_faults(faults) if is_fault else _joiners(joined),
         interruption=by_blame(fault.record for fault in faults)[0].interruption if faults else None,
-        lost_slots=tuple(member.slot for member in lost),
+        lost_slots=lost,
         joined_slots=joined,
         promoted=tuple(Promotion(one.member.slot, rank) for rank, one in active if one.promoted),
         recompiled_ranks=tuple(rank for rank, one in active if one.recompiles),
@@ -161,19 +157,7 @@ def make_report(
     )
 
 
-def began_before(faults: Sequence[Fault], came_at: float) -> float:
-    """How many seconds ago the last iteration ended, for a process that was not in it.
-
-    Args:
-        faults: that ended it.
-        came_at: when this process came, in monotonic seconds.
-    """
-    # What it has come in place of may have run on another host.
-    began = min((fault.at for fault in faults if fault.at), default=None)
-    return time.monotonic() - came_at if began is None else max(0.0, time.time() - began)
-
-
-def evictions(store: Operations, removed: Iterable[Member], faults: Sequence[Fault]) -> list[Fault]:
+def evictions(store: Operations, decision: Decision, faults: Sequence[Fault]) -> list[Fault]:
     """Makes faults of members that are out though no fault of theirs was published: their hosts were lost.
 
     What fails in the wake of such a loss is published at once. The loss itself shows only later, while the
@@ -181,12 +165,13 @@ def evictions(store: Operations, removed: Iterable[Member], faults: Sequence[Fau
 
     Args:
         store: knows on which hosts they ran.
-        removed: the members that are out.
+        decision: says which members are out.
         faults: what was published.
     """
     message = "stopped answering: evicted"
+    silent = set(decision.removed).difference(decision.joined, (fault.member for fault in faults))
     found: list[Fault] = []
-    for member in sorted(set(removed) - {fault.member for fault in faults}):
+    for member in sorted(silent):
         host, pid = host_and_pid(store, member) if len(found) < _SHOWN else ("", 0)
         found.append(Fault(member, None, Interruption.UNRESPONSIVE, message, host, pid))
     return found

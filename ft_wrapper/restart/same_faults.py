@@ -8,6 +8,7 @@ from ..exception import JobAbort, RestartAbort, in_one_line
 from ..monitor.frames import raised_at, users_line
 from ..monitor.threads import WatchedIteration
 from ..protocol.records import FOR_GOOD, SameFault, View
+from .report import RestartReport
 
 #: Seconds in the function after which it has made progress, whether it said so (``ping``) or not.
 PROGRESS_AFTER = 60.0
@@ -22,6 +23,7 @@ class FunctionRun:
     Args:
         entered_at: when it began, in monotonic seconds.
         watch: the monitor thread's, until it is settled.
+        report: of the restart that led to it, for ``on_restart``.
         error: by which the function was left.
         is_cause: whether that ended the iteration, as far as this rank can see.
         fault: what is counted of it: kind and place.
@@ -34,6 +36,7 @@ class FunctionRun:
 
     entered_at: float = 0.0
     watch: WatchedIteration | None = None
+    report: RestartReport | None = None
     error: BaseException | None = None
     is_cause: bool = False
     fault: str | None = None
