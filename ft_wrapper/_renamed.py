@@ -40,16 +40,22 @@ def of_module(module: str, namespace: Mapping[str, Any], names: Mapping[str, str
     return get
 
 
-def take_argument(arguments: dict[str, Any], old: str, new: str, owner: str) -> None:
-    """Puts an argument that has come by its old name under the new one.
+def take_argument(owner: str, old: str, old_value: Any, new: str, value: Any) -> Any:
+    """An argument that may have come by its old name; None where it has not come.
+
+    Args:
+        owner: what takes it.
+        old: its old name.
+        old_value: what has come by that.
+        new: its new name.
+        value: what has come by that.
 
     Raises:
-        TypeError: both were passed.
+        TypeError: it came by both.
     """
-    if old in arguments:
-        warn(f"{owner}({old}=)", f"{new}=", 4)
-        if new in arguments:
-            raise TypeError(
-                f"{owner}: leave out {old}={arguments[old]!r}, the old name of {new}={arguments[new]!r}"
-            )
-        arguments[new] = arguments.pop(old)
+    if old_value is None:
+        return value
+    warn(f"{owner}({old}=)", f"{new}=", 4)
+    if value is not None:
+        raise TypeError(f"{owner}: leave out {old}={old_value!r}, the old name of {new}={value!r}")
+    return old_value

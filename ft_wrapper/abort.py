@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from multiprocessing import connection
@@ -20,6 +19,7 @@ from typing import Any, TypeAlias
 
 import psutil
 
+from . import _renamed
 from .compose import Compose, PlugIn
 from .settings import as_seconds, check_callable
 from .state import FrozenState
@@ -126,8 +126,8 @@ class AbortProcesses(Abort):
         find: Callable[[], Processes] | Processes | None = None,
         spare: Callable[[psutil.Process], bool] | None = None,
     ) -> None:
-        processes = _renamed("find", find, "processes", processes)
-        keep = _renamed("spare", spare, "keep", keep)
+        processes = _renamed.take_argument("AbortProcesses", "find", find, "processes", processes)
+        keep = _renamed.take_argument("AbortProcesses", "spare", spare, "keep", keep)
         if keep is not None:
             check_callable("keep", keep, "keep=lambda process: process.pid == server.pid")
         if processes is None:
@@ -179,16 +179,6 @@ class AbortProcesses(Abort):
                     yield process
 
 
-def _renamed(old: str, old_value: Any, new: str, value: Any) -> Any:
-    """An argument of `AbortProcesses` that may have come by its old name."""
-    if old_value is None:
-        return value
-    warnings.warn(f"AbortProcesses: {old}= is {new}= now", DeprecationWarning, stacklevel=3)
-    if value is not None:
-        raise TypeError(f"leave out {old}={old_value!r}, the old name of {new}={value!r}")
-    return old_value
-
-
 def _end(running: dict[int, psutil.Process], signum: signal.Signals, seconds: float) -> None:
     """Sends a signal to processes. Removes those that end in time, and those that cannot get it."""
     for pidfd, process in list(running.items()):
@@ -226,7 +216,7 @@ def may_hang(abort: object) -> bool:
 def find_children() -> list[psutil.Process]:
     """Returns this process's children, started with ``multiprocessing``, that are the function's.
 
-    Those of `protect_children` are not, nor torch's compile workers.
+    Those of `protect_processes` are not, nor torch's compile workers.
     """
     protected = set(_protected_children)
     compiling = _compile_workers()
@@ -246,24 +236,22 @@ def _compile_workers() -> set[int]:
     return {pid for pool in pools for pid in getattr(pool, "_processes", None) or ()}
 
 
-def protect_children() -> contextlib.AbstractContextManager[None]:
-    """Keeps `AbortProcesses` from ending the present children, unless its ``processes`` names them."""
-    return _added(_protected_children, multiprocessing.active_children())
-
-
-def protect_process(pid: int) -> contextlib.AbstractContextManager[None]:
-    """Keeps `AbortProcesses` from ending a process: that of the wrapper's monitor, while it runs."""
-    return _added(_protected, [pid])
-
-
 @contextlib.contextmanager
-def _added(protected: list[Any], more: list[Any]) -> Iterator[None]:
-    protected.extend(more)
+def protect_processes(monitor: int) -> Iterator[None]:
+    """Keeps `AbortProcesses` from ending the present children, unless its ``processes`` names them.
+
+    Args:
+        monitor: the process of the wrapper's monitor: that one not even then.
+    """
+    children = multiprocessing.active_children()
+    _protected.append(monitor)
+    _protected_children.extend(children)
     try:
         yield
     finally:
-        for one in more:
-            protected.remove(one)
+        _protected.remove(monitor)
+        for child in children:
+            _protected_children.remove(child)
 
 
 _protected: list[int] = []

@@ -23,6 +23,7 @@ from .monitor import identity
 from .monitor.frames import drop_own_frames
 from .monitor.shared_memory import RankMemory
 from .protocol.membership import Membership
+from .protocol.records import Member
 from .restart.call import Call
 from .restart.settings import Settings, check_together, default_assignment, name_of
 from .settings import Limits, about
@@ -227,7 +228,10 @@ class Wrapper:
     @_taking(Settings)
     def __init__(self, **arguments: Any) -> None:
         known = about(Settings)
-        _renamed.take_argument(arguments, "unwind_grace", "cleanup_timeout", "Wrapper")
+        if "unwind_grace" in arguments:
+            old, given = arguments.pop("unwind_grace"), arguments.get("cleanup_timeout")
+            taken = _renamed.take_argument("Wrapper", "unwind_grace", old, "cleanup_timeout", given)
+            arguments["cleanup_timeout"] = taken
         for name in arguments:
             if name not in known:
                 raise TypeError(f"Wrapper() got an unexpected keyword argument {name!r}")
@@ -345,13 +349,8 @@ Wrapper.__doc__, Wrapper.__signature__ = _documented()
 def _begins_job(call: Call) -> bool:
     """Whether this process is rank 0 of the job's first iteration, as far as it can know."""
     member = call.own.member
-    if not call.own.is_in_time or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-        return False
-    return (member.member.slot, member.member.incarnation, member.view.n) == (
-        0,
-        0,
-        member.view.decision.first,
-    )
+    is_first = call.own.is_in_time and member.view.is_first and member.member == Member(0, 0)
+    return is_first and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
 
 
 def _quiet_watchdog() -> list[str]:

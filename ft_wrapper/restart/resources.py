@@ -15,8 +15,7 @@ from .._text import IN_LINE, cut
 from ..abort import (
     close_aborted_sockets,
     may_hang,
-    protect_children,
-    protect_process,
+    protect_processes,
     wait_for_released_groups,
 )
 from ..attribution import Interruption
@@ -226,8 +225,7 @@ class Resources:
         limits = self.settings.limits
         self.monitor = self._find_monitor(limits, slot)
         owned.push(self._end_monitor)
-        owned.enter_context(protect_process(self.monitor.pid))
-        owned.enter_context(protect_children())
+        owned.enter_context(protect_processes(self.monitor.pid))
         return dataclasses.replace(limits, replaced=self.monitor.replaced)
 
     def _hold_clients(self, owned: contextlib.ExitStack) -> StoreMixin:
@@ -267,26 +265,23 @@ class Resources:
         if self._hosts and not is_this_host(self.plan.host):
             words = "this rank hosts the store, and %s leads to no address of this host: see MASTER_ADDR"
             log.warning(words, self.plan.host)
-        try:
-            return self._monitor_process(limits, logfile, pidfile)
-        except StoreError:
-            # This process may have been started again: then its predecessor's monitor still has the port. Or
-            # the user's store is there.
-            if not (self._hosts and self.plan.is_served(by_rank=limits.use_global_iteration)):
-                raise
-            self._hosts = False
-            return self._monitor_process(limits, logfile, pidfile)
-
-    def _monitor_process(self, limits: Limits, logfile: str | None, pidfile: str | None) -> MonitorLine:
-        return beside.start_monitor(
-            limits,
-            self.plan,
-            hosts=self._hosts,
-            memory=self.memory,
-            logfile=logfile,
-            pidfile=pidfile,
-            on_lost=self._on_monitor_lost,
-        )
+        while True:
+            try:
+                return beside.start_monitor(
+                    limits,
+                    self.plan,
+                    hosts=self._hosts,
+                    memory=self.memory,
+                    logfile=logfile,
+                    pidfile=pidfile,
+                    on_lost=self._on_monitor_lost,
+                )
+            except StoreError:
+                # This process may have been started again: then its predecessor's monitor still has the port.
+                # Or the user's store is there.
+                if not (self._hosts and self.plan.is_served(by_rank=limits.use_global_iteration)):
+                    raise
+                self._hosts = False
 
     def _registered(self, member: Member) -> None:
         self.is_registered = True
@@ -339,21 +334,17 @@ class Resources:
         port = self.plan.port  # where no rank hosts the store, no one waits for a goodbye
         if port is None or not self.is_registered or self.store_lost is not None:
             return
-        is_through = self.has_completed and not self._hosts
+        store = self.member.agreement.store
         with self.waiting, contextlib.ExitStack() as waited_for:
-            if is_through and self._is_hosted_by_rank():
+            if self.has_completed and not self._hosts:
                 # The host's monitor closes the port once all have said goodbye. A wrapped function that is
                 # called next must not meet the old server there.
-                host = getattr(self.member.agreement.store, "host_name", "")
-                with contextlib.suppress(OSError):
-                    line = waited_for.enter_context(socket.create_connection((host, port), timeout=5.0))
-                    waited_for.callback(_await_end, line, self.settings.completion_timeout)
+                with contextlib.suppress(StoreError, OSError):  # it is gone
+                    if self.plan.is_hosted_by_rank(store):
+                        address = getattr(store, "host_name", ""), port
+                        line = waited_for.enter_context(socket.create_connection(address, timeout=5.0))
+                        waited_for.callback(_await_end, line, self.settings.completion_timeout)
             self.member.say_goodbye()
-
-    def _is_hosted_by_rank(self) -> bool:
-        with contextlib.suppress(StoreError):  # it is gone
-            return self.plan.is_hosted_by_rank(self.member.agreement.store)
-        return False
 
     def _end_monitor(self, kind: type[BaseException] | None, *_: object) -> None:
         # The monitor ends, or looks no more until the next call.

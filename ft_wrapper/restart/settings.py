@@ -39,24 +39,23 @@ def _check_path(name: str, value: Any) -> str | None:
     return path
 
 
-def _check_warm_up(name: str, value: Any) -> Any:
-    if value is None or value is False:
-        return value
-    wrong = f"{name}={value!r} must be None, False or a function that needs no arguments"
-    if not callable(value):
-        raise TypeError(wrong)
-    check_arguments(wrong, value)
+def _check_function(name: str, value: Any, words: str, *arguments: object) -> Any:
+    """Checks what is to be called with some arguments, or is None."""
+    if value is not None:
+        wrong = f"{name}={value!r} must be None{words}"
+        if not callable(value):
+            raise TypeError(wrong)
+        check_arguments(wrong, value, *arguments)
     return value
+
+
+def _check_warm_up(name: str, value: Any) -> Any:
+    words = ", False or a function that needs no arguments"
+    return value if value is False else _check_function(name, value, words)
 
 
 def _check_on_restart(name: str, value: Any) -> Any:
-    if value is None:
-        return value
-    wrong = f"{name}={value!r} must be None or a function of one argument, the RestartReport"
-    if not callable(value):
-        raise TypeError(wrong)
-    check_arguments(wrong, value, None)
-    return value
+    return _check_function(name, value, " or a function of one argument, the RestartReport", None)
 
 
 def _plug_in(kind: type, default: object = None, *, is_shared: bool = False) -> Any:
