@@ -30,7 +30,7 @@ from ..monitor.shared_memory import Phase
 from ..protocol import Agreement
 from ..protocol.entering import Endpoint
 from ..protocol.housekeeping import note_active_target
-from ..protocol.records import CollectivePosition, Decision, SameFault, View
+from ..protocol.records import Decision, SameFault, View
 from ..rank_assignment import RankAssignmentCtx, activate_if_unsaid
 from ..state import Mode, State
 from ..store import PrefixStore, StorePlan
@@ -41,7 +41,7 @@ from . import forked, same_faults, torch_state
 from .loop import Outcome, RestartedProcess, RestartLoop
 from .on_restart import Reporter, RestartTimes
 from .resources import Resources
-from .same_faults import FunctionRun, leaves_with_fault, times_before
+from .same_faults import FunctionRun, Hang, leaves_with_fault, times_before
 from .settings import Settings
 
 log = logging.getLogger(__name__)
@@ -90,8 +90,6 @@ class Call(RestartedProcess):
         began_at = time.monotonic()
         self._current = FunctionRun()
         self._user_store: PrefixStore | None = None
-        # Where this rank was in an iteration that has ended by a hang, in words too.
-        self._place: tuple[str, CollectivePosition] | None = None
         self.own = Resources(settings, plan, state, function_name, self._look, self._abort, self._tell)
         self.waiting = self.own.waiting
         self._reporter = Reporter(self.own, began_at)
@@ -214,7 +212,7 @@ class Call(RestartedProcess):
                 # And not merely a collective that fails because the iteration is over.
                 run.is_cause = watch.ended_at is None
                 run.is_out_of_memory = out_of_memory(caught) is not None
-            elif self._place is not None and watch.handled.wait(self.settings.barrier_timeout):
+            elif run.hang is not None and watch.handled.wait(self.settings.barrier_timeout):
                 self._count(caught)  # now that it is known who had returned
                 left.fault = run.fault
         except BaseException as caught:
@@ -426,28 +424,29 @@ class Call(RestartedProcess):
 
     def _look(self) -> None:
         """Of a rank that made no progress, sees where it stands: waiting for the others, or not."""
-        memory, settings = self.own.memory, self.settings
-        stillness = time.monotonic() - memory.progress_stamp(settings.progress_watchdog_interval)
-        is_still = memory.phase == Phase.WATCHED and stillness >= settings.soft_timeout / 2
-        self._place = current_collective(self.own.interrupter.thread) if is_still else None
-        if self._place is not None:
-            self._current.hang = same_faults.hang_of(self.own.interrupter.thread)
-            if stillness > _HUNG * settings.soft_timeout:
-                self._current.hung_at = time.monotonic() - stillness
+        memory, settings, thread = self.own.memory, self.settings, self.own.interrupter.thread
+        since = memory.progress_stamp(settings.progress_watchdog_interval)
+        stillness = time.monotonic() - since
+        if memory.phase != Phase.WATCHED or stillness < settings.soft_timeout / 2:
+            return
+        if found := current_collective(thread):
+            is_cause = stillness > _HUNG * settings.soft_timeout
+            self._current.hang = Hang(*found, same_faults.hang_of(thread), since, is_cause)
 
     def _tell(self) -> None:
         """Writes into the store, which may take its time, what others want to know."""
         self._reporter.ended()  # first: the function's thread may wait for that
         warm_up.announce_cuda(self.own.client)  # the lost rank's next process may come soon
-        if self._place is not None:
-            member, run, (words, position) = self.own.member, self._current, self._place
-            ends = Agreement(self.own.client).ends
-            if returned := ends.finished_in(member.view.n):
-                after = f", when ranks {sorted(returned)} had returned"
-                words, run.hang, run.has_kept_others_waiting = words + after, run.hang + after, True
-            if self.state.rank is None or self.state.rank < _WHEREABOUTS:
-                fault = member.fault(self.state.rank, Interruption.SOFT_TIMEOUT, f"stood {words}")
-                ends.log_fault(member.view.n, dataclasses.replace(fault, position=position))
+        hang, member, ends = self._current.hang, self.own.member, Agreement(self.own.client).ends
+        if hang is None:
+            return
+        if returned := ends.finished_in(member.view.n):
+            hang = dataclasses.replace(hang, after=f", when ranks {sorted(returned)} had returned")
+            self._current.hang = hang
+        if self.state.rank is None or self.state.rank < _WHEREABOUTS:
+            stood = f"stood {hang.words}{hang.after}"
+            fault = member.fault(self.state.rank, Interruption.SOFT_TIMEOUT, stood)
+            ends.log_fault(member.view.n, dataclasses.replace(fault, position=hang.position))
 
     def _abort(self) -> None:
         self.own.memory.leave_stamp = self.own.memory.leave_stamp or time.monotonic()

@@ -7,13 +7,34 @@ from .._text import IN_LINE, cut
 from ..exception import JobAbort, RestartAbort, in_one_line
 from ..monitor.frames import raised_at, users_line
 from ..monitor.threads import WatchedIteration
-from ..protocol.records import FOR_GOOD, SameFault, View
+from ..protocol.records import FOR_GOOD, CollectivePosition, SameFault, View
 from .report import RestartReport
 
 #: Seconds in the function after which it has made progress, whether it said so (``ping``) or not.
 PROGRESS_AFTER = 60.0
 _FIRST_PAUSE = 0.5
 _LONGEST_PAUSE = 10.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Hang:
+    """Where the function was when the iteration ended, though it had made no progress for a while.
+
+    Args:
+        words: where, as others are told.
+        position: where in ``torch.distributed``.
+        place: the innermost line of the user's code, by which it is counted.
+        since: when it stopped making progress, in monotonic seconds.
+        is_cause: whether that is why the iteration ended.
+        after: which ranks had returned by then and waited for this one, in words; empty if there were none.
+    """
+
+    words: str
+    position: CollectivePosition
+    place: str
+    since: float
+    is_cause: bool
+    after: str = ""
 
 
 @dataclasses.dataclass
@@ -29,9 +50,8 @@ class FunctionRun:
         fault: what is counted of it: kind and place.
         is_last: whether it has come so often that it ends the job.
         is_out_of_memory: whether the device had no memory left.
-        hung_at: when it stopped making progress, in monotonic seconds, if that is why the iteration ended.
-        hang: where it hung when the iteration ended.
-        has_kept_others_waiting: whether it hung when other ranks had returned.
+        hang: of this run, if it hung. The monitor thread puts it there before it interrupts the function's
+            thread, and once more before the watch is ``handled``.
     """
 
     entered_at: float = 0.0
@@ -42,9 +62,7 @@ class FunctionRun:
     fault: str | None = None
     is_last: bool = False
     is_out_of_memory: bool = False
-    hung_at: float | None = None
-    hang: str = ""
-    has_kept_others_waiting: bool = False
+    hang: Hang | None = None
 
     def count(self, error: BaseException, view: View, limit: int | None, has_progressed: bool) -> None:
         """Names the fault, if it counts: there was no progress before it, and it follows from no other fault.
@@ -62,13 +80,14 @@ class FunctionRun:
             self.fault, self.is_last = FOR_GOOD + in_one_line(error), True
             return
         has_ended = self.watch is not None and self.watch.ended_at is not None
-        if limit is None or (has_ended and self.hung_at is None and not self.has_kept_others_waiting):
+        hang = self.hang if has_ended else None
+        if limit is None or (has_ended and not (hang and (hang.is_cause or hang.after))):
             return
-        until = time.monotonic() if self.hung_at is None else self.hung_at
+        until = hang.since if hang else time.monotonic()
         has_progressed = has_progressed or until - self.entered_at > PROGRESS_AFTER
-        if has_progressed and not self.has_kept_others_waiting:
+        if has_progressed and not (hang and hang.after):
             return
-        self.fault = self.hang if has_ended else kind_and_place(error)
+        self.fault = hang.place + hang.after if hang else kind_and_place(error)
         self.is_last = times_before(view, self.fault) + 1 >= limit
 
 

@@ -9,6 +9,7 @@ import pytest
 from ft_wrapper.protocol.records import CollectivePosition
 from ft_wrapper.restart import call
 from ft_wrapper.restart.call import Call
+from ft_wrapper.restart.same_faults import Hang
 
 
 @pytest.mark.parametrize(
@@ -24,6 +25,6 @@ def test_only_the_first_512_ranks_say_where_they_stood(
     monkeypatch.setattr(call.dataclasses, "replace", lambda fault, position: fault)
     this = mock.Mock()
     this.state.rank = rank
-    this._place = ("in all_reduce", CollectivePosition())
+    this._current.hang = Hang("in all_reduce", CollectivePosition(), "a.py:5", since=0.0, is_cause=True)
     Call._tell(this)
     assert agreement.ends.log_fault.called is tells
