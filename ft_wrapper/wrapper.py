@@ -144,7 +144,7 @@ class CallWrapper:
         try:
             yield
         finally:
-            self._call.progressed = self._call.progressed or memory.has_progressed
+            self._call.note_progress()
             memory.enter_phase(memory.phase)
             memory.hang_protection_disabled -= 1
 

@@ -67,7 +67,6 @@ class Call(RestartedProcess):
         function_name: of the wrapped function: it must be the same on all ranks.
 
     Attributes:
-        progressed: whether the function has made progress in this iteration, though its stamps are new.
         kept: what the function's helpers keep over iterations, by name.
         helpers: what they give back when the iteration ends.
         end_fields: what they add to the event that ends the iteration on this rank, by field.
@@ -82,7 +81,6 @@ class Call(RestartedProcess):
     def __init__(self, settings: Settings, plan: StorePlan, state: State, function_name: str) -> None:
         self.settings = settings
         self.state = state
-        self.progressed = False
         self.kept: dict[str, Any] = {}
         self.helpers = contextlib.ExitStack()
         self.end_fields: dict[str, Any] = {}
@@ -182,7 +180,6 @@ class Call(RestartedProcess):
     def call_function(self, state: State) -> Outcome:
         own = self.own
         own.interrupter.reset()
-        self.progressed = False
         self._current = run = FunctionRun(time.monotonic())
         is_spare = state.mode == Mode.INACTIVE
         entered = functools.partial(self._report_entry, state, self._times)
@@ -194,7 +191,7 @@ class Call(RestartedProcess):
                 left.value = own.interrupter.call(self._body)
             finally:
                 own.signals.hold()
-                self.progressed = self.progressed or own.memory.has_progressed
+                self.note_progress()
                 own.memory.leave_stamp = 0.0
                 own.memory.enter_phase(Phase.WATCHED)  # its pings promise nothing about what comes after it
         except (Exception, RankShouldRestart, JobAbort) as caught:
@@ -230,7 +227,11 @@ class Call(RestartedProcess):
         return left
 
     def _count(self, error: BaseException) -> None:
-        self._current.count(error, self.own.member.view, self.settings.max_same_faults, self.progressed)
+        self._current.count(error, self.own.member.view, self.settings.max_same_faults)
+
+    def note_progress(self) -> None:
+        """Notes whether the function has made progress, before its stamps are new."""
+        self._current.has_progressed |= self.own.memory.has_progressed
 
     def _body(self) -> Any:
         """What runs interruptibly."""

@@ -92,13 +92,12 @@ class RestartReport:
         """The line in the log."""
         parts = [self.cause]
         if self.joined_slots and self.interruption is not None:
-            parts.append(_joiners(self.joined_slots))
+            parts.append(f"{_numbers('slot', self.joined_slots)} joined")
         if self.excluded:
             parts.append(self.excluded)
         parts.append(_promotions(self.promoted))
         if self.recompiled_ranks:
-            names = _joined(map(str, self.recompiled_ranks), len(self.recompiled_ranks))
-            parts.append(f"{plural(len(self.recompiled_ranks), 'rank')} {names} will compile again")
+            parts.append(f"{_numbers('rank', self.recompiled_ranks)} will compile again")
         spares = self.world_size - self.active_world_size
         size = f"{self.active_world_size} active + {spares} spare {plural(spares, 'rank')}"
         parts.append(f"{size}, back in {duration(self.seconds)}")
@@ -144,7 +143,7 @@ def make_report(
     is_fault = bool(faults) or not joined
     return RestartReport(
         iteration=state.iteration,
-        cause=describe_faults(faults) if is_fault else _joiners(joined),
+        cause=describe_faults(faults) if is_fault else f"{_numbers('slot', joined)} joined",
         interruption=by_blame(fault.record for fault in faults)[0].interruption if faults else None,
         lost_slots=lost,
         joined_slots=joined,
@@ -250,8 +249,8 @@ def _promotions(promoted: Sequence[Promotion]) -> str:
     return _joined(said, len(promoted))
 
 
-def _joiners(joined: Sequence[int]) -> str:
-    return f"{plural(len(joined), 'slot')} {_joined(map(str, joined), len(joined))} joined"
+def _numbers(noun: str, numbers: Sequence[int]) -> str:
+    return f"{plural(len(numbers), noun)} {_joined(map(str, numbers), len(numbers))}"
 
 
 def _joined(parts: Iterable[str], count: int) -> str:

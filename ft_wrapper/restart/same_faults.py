@@ -45,6 +45,7 @@ class FunctionRun:
         entered_at: when it began, in monotonic seconds.
         watch: the monitor thread's, until it is settled.
         report: of the restart that led to it, for ``on_restart``.
+        has_progressed: whether there was progress, by the function's own word.
         error: by which the function was left.
         is_cause: whether that ended the iteration, as far as this rank can see.
         fault: what is counted of it: kind and place.
@@ -57,6 +58,7 @@ class FunctionRun:
     entered_at: float = 0.0
     watch: WatchedIteration | None = None
     report: RestartReport | None = None
+    has_progressed: bool = False
     error: BaseException | None = None
     is_cause: bool = False
     fault: str | None = None
@@ -64,7 +66,7 @@ class FunctionRun:
     is_out_of_memory: bool = False
     hang: Hang | None = None
 
-    def count(self, error: BaseException, view: View, limit: int | None, has_progressed: bool) -> None:
+    def count(self, error: BaseException, view: View, limit: int | None) -> None:
         """Names the fault, if it counts: there was no progress before it, and it follows from no other fault.
 
         A hang counts in spite of progress if another rank has returned and waits for this one: that rank
@@ -74,7 +76,6 @@ class FunctionRun:
             error: by which the function was left.
             view: the present iteration's.
             limit: the argument ``max_same_faults``.
-            has_progressed: whether there was progress, by the function's own word.
         """
         if isinstance(error, JobAbort):
             self.fault, self.is_last = FOR_GOOD + in_one_line(error), True
@@ -84,7 +85,7 @@ class FunctionRun:
         if limit is None or (has_ended and not (hang and (hang.is_cause or hang.after))):
             return
         until = hang.since if hang else time.monotonic()
-        has_progressed = has_progressed or until - self.entered_at > PROGRESS_AFTER
+        has_progressed = self.has_progressed or until - self.entered_at > PROGRESS_AFTER
         if has_progressed and not (hang and hang.after):
             return
         self.fault = hang.place + hang.after if hang else kind_and_place(error)
