@@ -29,7 +29,7 @@ from .restart.settings import Settings, check_together, default_assignment, name
 from .settings import Limits, about
 from .state import FrozenState, Mode, State
 from .store import PrefixStore
-from .store.held import HoldingStore
+from .store.base import HoldingStore
 from .store.plan import plan_store
 from .torch_groups.device import own_device
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ..exception import InternalError, StoreError
 from ..monitor.threads import WatchedIteration
 from ..protocol import Agreement, keys
-from ..protocol.operations import Operations, Notify, read
+from ..protocol.operations import Notify, Operations, read
 from ..protocol.records import Fault
 from ..state import State
 from .report import RestartReport, evictions, make_report

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from ..protocol.entering import BarrierError, BarrierOverflow, BarrierTimeout
-from .held import FileStore, PrefixStore, StoreMixin
+from .base import FileStore, PrefixStore, StoreMixin
 from .plan import StorePlan, connect, without_password
 from .tcp import TCPStore
 from .tcp_server import TCPStoreServer, serve

@@ -12,11 +12,11 @@ from ..protocol import keys as names
 from ..protocol.operations import Delete, Heartbeat, Reading, Step, Write, encoded, keys_of, to_text
 from . import etcd_messages as messages
 from .address import DEFAULT_TTL
+from .base import DEFAULT_TIMEOUT, StoreMixin
 from .etcd_client import EtcdClient
 from .etcd_job import EtcdJob
 from .etcd_messages import EtcdCompacted, EtcdKeys, KeyValue, Operation, Transaction
 from .etcd_watch import LOOK_AGAIN, Watch
-from .held import DEFAULT_TIMEOUT, StoreMixin
 from .secret import seal_of
 
 T = TypeVar("T")

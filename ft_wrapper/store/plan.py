@@ -13,7 +13,7 @@ from ..exception import StoreError
 from ..protocol.operations import Operations
 from . import secret
 from .address import EtcdAddress, etcd_login, host_port, is_etcd, master_port, split_host_port, tcp_address
-from .held import StoreMixin
+from .base import StoreMixin
 from .tcp import TCPStore
 from .tcp_server import TCPStoreServer
 

@@ -14,7 +14,7 @@ import struct
 from ..exception import StoreError
 from ..protocol.operations import read
 from ..protocol.seal import Seal, forged
-from .held import StoreMixin
+from .base import StoreMixin
 
 log = logging.getLogger(__name__)
 

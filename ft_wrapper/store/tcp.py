@@ -19,8 +19,8 @@ from torch.distributed import DistNetworkError
 from ..exception import RestartTimeout, StoreError
 from ..protocol.keys import LIFE
 from .address import host_port, tcp_address
+from .base import DEFAULT_TIMEOUT, NEVER, HoldingStore, StoreMixin, describe_call
 from .bounded import call_in_thread
-from .held import DEFAULT_TIMEOUT, NEVER, HoldingStore, StoreMixin, describe_call
 from .lost_host import limit_silence
 from .secret import seal_of
 from .tcp_server import HOSTED_BY_RANK, NO_DESCRIPTORS

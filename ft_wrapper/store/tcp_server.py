@@ -13,7 +13,7 @@ from torch.torch_version import TorchVersion
 from .._files import check_open_files, quiet_torch, raise_file_limit
 from ..exception import StoreError
 from .address import host_port, listening_address
-from .held import DEFAULT_TIMEOUT
+from .base import DEFAULT_TIMEOUT
 
 log = logging.getLogger(__name__)
 

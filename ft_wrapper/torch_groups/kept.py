@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from ..store.held import HoldingStore, StoreMixin
+from ..store.base import HoldingStore, StoreMixin
 from .release import release_process_groups
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import TCPStore
 
-from ..store.held import HoldingStore, PrefixStore
+from ..store.base import HoldingStore, PrefixStore
 
 _OF_THE_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _VARIABLES = (*_OF_THE_RANK, "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")

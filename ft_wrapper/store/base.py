@@ -28,7 +28,7 @@ from ..protocol.seal import Seal, forged
 DEFAULT_TIMEOUT = timedelta(seconds=30)
 _FIRST_LOOK = 0.5  # seconds of waiting until the first look whether the iteration has ended
 _LONGEST_LOOK = 4.0
-#: These give the text of a key.
+#: Steps that may write a register, and give its value.
 _Register = operations.SetIfAbsent | operations.CompareAndSet
 #: No key holds this.
 NEVER = "\x00no key holds this"
