@@ -206,10 +206,8 @@ def may_hang(abort: object) -> bool:
         return any(map(may_hang, abort.parts))
     if type(abort) is AbortTorchDistributed:
         return abort_may_hang()
-    if type(abort) is AbortProcesses:
-        return abort._processes is not find_children or bool(
-            find_children()
-        )  # else it has nothing to wait for
+    if type(abort) is AbortProcesses:  # without processes it has nothing to wait for
+        return abort._processes is not find_children or bool(find_children())
     return abort is not None
 
 

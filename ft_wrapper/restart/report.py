@@ -373,13 +373,9 @@ def _waited_for(whole: Mapping[str, _Counts], said: Mapping[Member, Fault]) -> d
     for fault in said.values():
         counts = whole.get(fault.position.group, {}) if fault.position.in_collective else {}
         for member, count in counts.items():
-            begun = counts[fault.member].number
-            is_behind = count.is_exact and count.number < begun
-            if (
-                is_behind
-                and said[member].message.startswith("stood at ")
-                and not said[member].position.operation
-            ):
+            other = said[member]
+            is_busy = other.message.startswith("stood at ") and not other.position.operation
+            if is_busy and count.is_exact and count.number < counts[fault.member].number:
                 named.setdefault(member, f"did not come to {fault.position}")
     return named
 
