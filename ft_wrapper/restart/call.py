@@ -27,7 +27,6 @@ from ..exception import (
 from ..health_check import CudaHealthCheck
 from ..monitor.frames import checkpoint_failure, forget_frames, users_part
 from ..monitor.shared_memory import Phase
-from ..protocol import Agreement
 from ..protocol.entering import Endpoint
 from ..protocol.housekeeping import note_active_target
 from ..protocol.records import Decision, SameFault, View
@@ -249,7 +248,7 @@ class Call(RestartedProcess):
         self.own.signals.raise_kept()
         if self.settings.initialize is not None:
             self.settings.initialize(self.state.freeze())
-        self._check_health()
+        self._run_check(self.settings.health_check)
         self._reporter.tell(self._current.report, self.state, self._times)
         self.own.memory.is_in_function = True
         if self.state.mode == Mode.INACTIVE:
@@ -278,11 +277,9 @@ class Call(RestartedProcess):
         if self.settings.collect_garbage:
             caches.collect_garbage("warm-up")
 
-    def _check_health(self) -> None:
-        if self.settings.health_check is not None:
-            self._run_check(self.settings.health_check)
-
-    def _run_check(self, check: StatePlugIn) -> None:
+    def _run_check(self, check: StatePlugIn | None) -> None:
+        if check is None:
+            return
         try:
             check(self.state.freeze())
         except Exception as error:
@@ -321,7 +318,7 @@ class Call(RestartedProcess):
             self._restore()  # what the function has left would fail them
         if settings.finalize is not None:
             settings.finalize(self.state.freeze())
-        self._check_health()
+        self._run_check(settings.health_check)
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             self._run_check(_check_device)
         if own.monitor_lost.is_set():
@@ -437,8 +434,8 @@ class Call(RestartedProcess):
     def _tell(self) -> None:
         """Writes into the store, which may take its time, what others want to know."""
         self._reporter.ended()  # first: the function's thread may wait for that
-        warm_up.announce_cuda(self.own.client)  # the lost rank's next process may come soon
-        hang, member, ends = self._current.hang, self.own.member, Agreement(self.own.client).ends
+        warm_up.announce_cuda(self.own.thread_agreement.store)  # the lost rank's next process may come soon
+        hang, member, ends = self._current.hang, self.own.member, self.own.thread_agreement.ends
         if hang is None:
             return
         if returned := ends.finished_in(member.view.n):
@@ -459,5 +456,5 @@ class Call(RestartedProcess):
     def _report_entry(self, state: State, times: RestartTimes) -> None:
         """The active rank that came last reports the restart."""
         if state.active_rank == 0:  # at once: this rank may be lost before its monitor does so
-            note_active_target(self.own.client, self.own.member.view.n)
+            note_active_target(self.own.thread_agreement.store, self.own.member.view.n)
         self._reporter.entered(state, times)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ..exception import InternalError, StoreError
 from ..monitor.threads import WatchedIteration
 from ..protocol import Agreement, keys
-from ..protocol.operations import Notify, Operations, read
+from ..protocol.operations import Notify, read
 from ..protocol.records import Fault
 from ..state import State
 from .report import RestartReport, evictions, make_report
@@ -110,7 +110,8 @@ class Reporter:
     def _await_report(
         self, state: State, times: RestartTimes, watch: WatchedIteration
     ) -> RestartReport | None:
-        store, n, settings = self._own.member.agreement.store, watch.n, self._own.settings
+        agreement, n, settings = self._own.member.agreement, watch.n, self._own.settings
+        store = agreement.store
         key, deadline = keys.restarted(n), store.now() + settings.barrier_timeout
         while not watch.over.is_set():
             remaining = deadline - store.now()
@@ -119,10 +120,10 @@ class Reporter:
                 said = said or read(store, store.wake_name(key))
                 return RestartReport.from_json(said) if said else None
             active = state.active_world_size or 0
-            entered = Agreement(store).entering.entered_in(n).values()
+            entered = agreement.entering.entered_in(n).values()
             missing = set(range(active)) - {one.active_rank for one in entered}
             if not missing:  # the last one's count was wrong: then no rank has made it
-                return self._make(store, state, times, store.now())
+                return self._make(agreement, state, times, store.now())
             if remaining <= 0:
                 log.warning(
                     "on_restart is not called: active ranks %s of %d did not come into iteration %d within "
@@ -141,13 +142,14 @@ class Reporter:
             state: this rank's.
             times: this rank's, as it entered.
         """
-        view, now = self._own.member.view, self._own.client.now()
+        view, agreement = self._own.member.view, self._own.thread_agreement
+        now = agreement.store.now()
         if view.is_first or state.active_rank is None:
             return
-        if Agreement(self._own.client).entering.count_active(view.n) != state.active_world_size:
+        if agreement.entering.count_active(view.n) != state.active_world_size:
             return
-        report = self._make(self._own.client, state, times, now)
-        self._own.client.execute([Notify(keys.restarted(view.n), report.to_json())])
+        report = self._make(agreement, state, times, now)
+        agreement.store.execute([Notify(keys.restarted(view.n), report.to_json())])
         log.warning("%s", report)
         phases: dict[str, float] = {}
         if times.began_at is not None:
@@ -160,13 +162,13 @@ class Reporter:
         """The iteration has ended by a fault: its report is waited for no more."""
         own = self._own
         if own.settings.on_restart is not None and not own.memory.is_in_function:
-            own.client.execute([Notify(keys.restarted(own.member.view.n), "")])
+            own.thread_agreement.store.execute([Notify(keys.restarted(own.member.view.n), "")])
 
-    def _make(self, store: Operations, state: State, times: RestartTimes, now: float) -> RestartReport:
-        view, agreement = self._own.member.view, Agreement(store)
+    def _make(self, agreement: Agreement, state: State, times: RestartTimes, now: float) -> RestartReport:
+        view = self._own.member.view
         entered = agreement.entering.entered_in(view.n).values()
         faults = agreement.ends.faults_of(view.n - 1)
-        faults += evictions(store, view.decision, faults)
+        faults += evictions(agreement.store, view.decision, faults)
         return make_report(view.decision, state, entered, faults, self._seconds(times, faults, now))
 
     def _seconds(self, times: RestartTimes, faults: Sequence[Fault], now: float) -> float:

@@ -108,6 +108,7 @@ class Resources:
         thread_stays: whether the monitor thread is left to wait for an end that others bring about.
         monitor_lost: set if the monitor has ended by itself.
         store_lost: why the store cannot be reached any more.
+        thread_agreement: what the ranks agree on, over the monitor thread's client.
         address: of this host, as the other ranks see it.
         lines: kept open until all ranks have left the iteration, or others would take it for a fault.
 
@@ -164,9 +165,9 @@ class Resources:
                 self.monitor.heart,
             )
             owned.callback(self._say_goodbye)  # once the monitor thread is through with the store
-            self.client = self._clients[1]
+            self.thread_agreement = Agreement(self._clients[1])
             self.thread = threads.MonitorThread(
-                self.client,
+                self._clients[1],
                 self.interrupter,
                 before_abort,
                 abort,
@@ -368,13 +369,13 @@ class Resources:
         with self.waiting:
             has_ended = self.thread.stop(0.0 if is_left else self.settings.barrier_timeout)
         if not has_ended:
-            self._clients.remove(self.client)  # which that waits on, and lets go of at its end
+            del self._clients[1]  # which that waits on, and lets go of at its end
         del self.thread  # it refers to the call
 
     def _end_clients(self, kind: type[BaseException] | None, *_: object) -> None:
         # A store of one call ends with it; etcd's client has threads, and asks no DNS.
         outlives = self.plan.port is None and isinstance(self._clients[0], TCPStore)
-        if outlives and self.has_completed and kind is None and self.client in self._clients:
+        if outlives and self.has_completed and kind is None and len(self._clients) == 2:
             key = self.plan.description, self.settings.barrier_timeout
             _kept[key] = self._clients, self.address
         else:

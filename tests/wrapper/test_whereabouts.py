@@ -18,13 +18,12 @@ from ft_wrapper.restart.same_faults import Hang
 def test_only_the_first_512_ranks_say_where_they_stood(
     monkeypatch: pytest.MonkeyPatch, rank: int | None, tells: bool
 ) -> None:
-    agreement = mock.Mock()
-    monkeypatch.setattr(call, "Agreement", lambda client: agreement)
-    agreement.ends.finished_in.return_value = []
+    this = mock.Mock()
+    ends = this.own.thread_agreement.ends
+    ends.finished_in.return_value = []
     monkeypatch.setattr(call.warm_up, "announce_cuda", lambda client: None)
     monkeypatch.setattr(call.dataclasses, "replace", lambda fault, position: fault)
-    this = mock.Mock()
     this.state.rank = rank
     this._current.hang = Hang("in all_reduce", CollectivePosition(), "a.py:5", since=0.0, is_cause=True)
     Call._tell(this)
-    assert agreement.ends.log_fault.called is tells
+    assert ends.log_fault.called is tells
