@@ -1,10 +1,10 @@
-"""Global iterations by hand: names that a store has for programs that drive the iterations themselves.
+"""Global iterations by hand: the store's methods for programs that drive the iterations themselves.
 
-All of it is a few lines over the protocol. The coordinator is the member whose turn it is to propose; it
-follows from the decision, the logged deaths and the caller's own clock. Callers who see different members
-silent may take different ones for the coordinator, and no harm is done.
+Each method is a few lines over the protocol. The coordinator is the member whose turn it is to propose. It
+follows from the decision, the logged deaths and the caller's own clock. Two callers that see different
+members silent may name different coordinators; this does no harm.
 
-A *rank* here is the rank at the start of the job, the slot: it stays when others leave.
+A *rank* here is the slot: the rank at the start of the job, which stays the same when others leave.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from .records import FAULT, Member, to_number
 from .silence import HeartbeatObserver
 from .waiting import looks
 
-_TERMS: dict[str, object] = {"iterations": "by hand"}  # so that no one gets into a job of the wrapper
+_TERMS: dict[str, object] = {"iterations": "by hand"}  # so that nobody joins a job of the wrapper
 #: Seconds without a heartbeat after which a member is silent: the wrapper's default.
 SILENT_AFTER = Limits.heartbeat_timeout
 
@@ -27,19 +27,19 @@ SILENT_AFTER = Limits.heartbeat_timeout
 class ByHand(Operations):
     """Global iterations by hand, for programs and tests that drive the iterations themselves.
 
-    A client acts for the member that it joined as, never for the one that holds its rank by now: a process
-    that was left out acts for none.
+    A client acts for the member that it joined as, even if a newer process holds the rank by now. So a
+    process that was left out acts for nobody.
     """
 
     launched_rank = ""
-    """The environment's ``RANK``."""
+    """Value of the environment variable ``RANK``."""
     membership: Membership | None = None
-    """Of the member that this client acts for."""
+    """The part of the member that this client acts for; None before it joins."""
     _observer: HeartbeatObserver | None = None
 
     @property
     def _job(self) -> "ByHand":
-        """The store with the job's own keys, where this one has those of one iteration."""
+        """The store with the job's keys. A store of one iteration overrides this."""
         return self
 
     @property
@@ -58,14 +58,14 @@ class ByHand(Operations):
         """Waits until an iteration has been decided.
 
         Args:
-            timeout: how long to wait at the longest.
-            iteration: its number.
+            timeout: longest time to wait.
+            iteration: number of the iteration.
 
         Returns:
-            The number that is on then; higher where the job has gone on meanwhile.
+            Number of the current iteration; higher than ``iteration`` if the job has gone on meanwhile.
 
         Raises:
-            RestartTimeout: it was not decided in time; says who was missing.
+            RestartTimeout: the iteration was not decided in time; names the missing members.
         """
         waits = looks(self._job, keys.wake_head(iteration), timeout.total_seconds())
         while (head := self._agreement.iterations.read_head()) is None or head.n < iteration:
@@ -77,14 +77,14 @@ class ByHand(Operations):
     def get_active_ranks_for_coordination(
         self, world_size: int, timeout: timedelta, *, heartbeat_timeout: float = SILENT_AFTER
     ) -> set[int]:
-        """The ranks of the iteration that is on that live, as far as this client knows.
+        """The living ranks of the current iteration, as far as this client knows.
 
-        Without the logged dead, and those whose heartbeat this client has seen stand still on its own clock:
-        none is silent at the first look.
+        The logged dead are left out, and so are the silent: ranks whose heartbeat this client has seen stand
+        still, on its own clock. At the first look nobody is silent.
 
         Args:
-            world_size: only ranks below it.
-            timeout: how long to wait for the first decision, before which no one is in.
+            world_size: only ranks below this number are returned.
+            timeout: how long to wait for the first decision; before it the job has no members.
             heartbeat_timeout: seconds without a heartbeat after which a rank is silent.
 
         Raises:
@@ -92,19 +92,19 @@ class ByHand(Operations):
         """
         job = self._job
         job.wait_for_global_iteration_ready(timeout)
-        # All are looked at each time: silence is what lies between two looks.
+        # Each call looks at every member: silence is measured between two looks.
         heard = [one.slot for one in job._living() if job._stillness(one) < heartbeat_timeout]
         return {slot for slot in heard if slot < world_size}
 
     def elect_coordinator(
         self, world_size: int, timeout: timedelta, *, heartbeat_timeout: float = SILENT_AFTER
     ) -> int:
-        """The rank whose turn it is to propose: the lowest one that lives in this client's eyes.
+        """The rank whose turn it is to propose: the lowest rank that lives, as far as this client knows.
 
-        Nothing is written: the others may propose, too.
+        Nothing is written, and the other ranks may propose, too.
 
         Args:
-            world_size: only ranks below it.
+            world_size: only ranks below this number count.
             timeout: how long to wait for the first decision.
             heartbeat_timeout: seconds without a heartbeat after which a rank is silent.
 
@@ -119,28 +119,30 @@ class ByHand(Operations):
         return min(active)
 
     def get_current_coordinator(self) -> int | None:
-        """The lowest rank of the current iteration that was not logged dead; None if there is none.
+        """The lowest rank of the current iteration that is not logged dead; None if there is none.
 
-        A silent one still is the coordinator: ask `is_coordinator_alive`, then `elect_coordinator`.
+        A silent rank may still be the coordinator: call `is_coordinator_alive`, then `elect_coordinator`.
         """
         return None if (coordinator := self._job._coordinator()) is None else coordinator.slot
 
     def is_coordinator_alive(self, timeout_seconds: float = SILENT_AFTER) -> bool:
         """Whether the current coordinator sends heartbeats, as far as this client has seen.
 
-        Silence lies between two looks of the same client: at the first look every coordinator lives. Look at
-        least every 15 s: more does not count between two looks, since this client may have been stopped.
+        Silence is measured between two looks of the same client, so at the first look every coordinator
+        lives. Look at least every 15 s: a longer pause counts as 15 s, since the client itself may have been
+        stopped.
 
         Args:
-            timeout_seconds: how long the heartbeat may stand still.
+            timeout_seconds: seconds for which the heartbeat may stand still.
         """
         coordinator = self._job._coordinator()
         return coordinator is not None and self._job._stillness(coordinator) < timeout_seconds
 
     def update_coordinator_heartbeat(self) -> None:
-        """Sends a heartbeat of this client's member: the coordinator's, if it is the coordinator.
+        """Sends a heartbeat of this client's member, which may be the coordinator.
 
-        No one sends another's, so a lost coordinator never looks alive. Under the wrapper its monitor does.
+        Nobody sends another member's heartbeat, so a lost coordinator never looks alive. Under the wrapper
+        the rank's monitor sends it.
 
         Raises:
             RestartError: this client has not joined the job.
@@ -148,23 +150,24 @@ class ByHand(Operations):
         self._agreement.heartbeats.beat_heart(str(self._joined().member))
 
     def get_coordinator_heartbeat(self) -> int:
-        """A number that moves as long as the current coordinator sends heartbeats; 0 if there is none.
+        """A number that changes while the current coordinator sends heartbeats; 0 without a coordinator.
 
-        Compare it with an earlier one: a time would be one of another host's clock. It is the count of
-        heartbeats; on etcd, where they are leases, a count of looks, and -1 once the lease has run out.
+        Compare it with an earlier value. It is no time, which would be of another host's clock. It counts
+        heartbeats; on etcd, where heartbeats are leases, it counts looks, and is -1 once the lease has
+        expired.
         """
         coordinator = self._job._coordinator()
         return 0 if coordinator is None else self._agreement.heartbeats.get_heartbeat(coordinator)
 
     def increment_global_iteration(self) -> int:
-        """Proposes the next iteration, if the one that is on has ended and nothing stands in the way.
+        """Proposes the next iteration, if the current one has ended and every living member has arrived.
 
-        The number moves once, however many ranks increment it, and never while a live member has not left the
-        function. Members that this client has seen silent are left out if its own has arrived. A client that
-        has not joined may propose too, and leaves out the dead only.
+        The number moves by one, however many ranks increment it. If this client's member has arrived, members
+        that the client has seen silent are left out. A client that has not joined may propose, too, and
+        leaves out only the dead.
 
         Returns:
-            The number that is on afterwards: unchanged if its time has not come.
+            Number of the current iteration afterwards; unchanged if the job had to wait.
         """
         iterations, own = self._agreement.iterations, self.membership
         view = iterations.read_current()
@@ -179,13 +182,13 @@ class ByHand(Operations):
         return self.get_global_iteration()
 
     def signal_global_iteration_ready(self, iteration: int) -> None:
-        """Wakes those who wait for an iteration: the one that decided it may have died before waking them.
+        """Wakes the waiters for an iteration, since its proposer may have died before waking them.
 
         Args:
-            iteration: the number that is on.
+            iteration: number of the current iteration.
 
         Raises:
-            ValueError: it has not been decided.
+            ValueError: the iteration has not been decided.
         """
         head = self._agreement.iterations.read_head()
         if head is None or head.n < iteration:
@@ -197,20 +200,20 @@ class ByHand(Operations):
     def coordinate_global_iteration_advance(
         self, world_size: int, timeout: timedelta, is_coordinator: bool = False
     ) -> int:
-        """Leaves the iteration that this client's member is in, and waits until the next one is decided.
+        """Leaves the iteration of this client's member, and waits until the next one is decided.
 
-        Ends the iteration for all, if it has not ended, and arrives. The last one to arrive proposes; if it
-        is lost, those who wait come forward in rank order. The dead and the silent are left out, and at the
-        timeout those that live but did not come.
+        Ends the iteration for all, if it has not ended, and arrives. The last member to arrive proposes; if
+        it is lost, the waiting members propose in rank order. The dead and the silent are left out; at the
+        timeout, so are living members that have not arrived.
 
         Args:
-            world_size: for callers that pass it; who has to come is in the decision.
-            timeout: how long to wait for those that live but do not come.
-            is_coordinator: what the caller takes itself for. Nothing depends on it: it may be wrong, or the
-                coordinator lost, and any member that has arrived may propose.
+            world_size: ignored; the decision lists the members that have to arrive.
+            timeout: how long to wait for living members that do not arrive.
+            is_coordinator: ignored; every arrived member may propose, since the caller may be wrong about
+                this, or the coordinator lost.
 
         Returns:
-            The number of the next iteration, higher than all that this member has been in.
+            Number of the next iteration, higher than that of every iteration this member has been in.
 
         Raises:
             RestartError: this client has not joined, or the others went on without its member.
@@ -225,23 +228,24 @@ class ByHand(Operations):
         return self._note_entry(own)
 
     def handle_rank_restart(self, world_size: int, timeout: timedelta, *, rank: int | None = None) -> int:
-        """Takes this process's part in the job: its first iteration, or the next one of a job that is on.
+        """Joins the job: its first iteration, or the next one if the job runs already.
 
-        A client that has not joined, nor been cloned from one that has, is the rank's next process. It may
-        call this before the others have noticed that the last one died, while they go on, or after.
+        A client that has not joined, and is no clone of one that has, acts for a new process of the rank. It
+        may call this before the others have noticed the death of the rank's last process, while they go on,
+        or after.
 
         Args:
-            world_size: number of ranks that the job begins with; those above come in later.
+            world_size: number of ranks that the job begins with; higher ranks join later.
             timeout: how long to wait for the others.
-            rank: this process's rank; the environment's ``RANK`` when None.
+            rank: this process's rank; that of the environment variable ``RANK`` when None.
 
         Returns:
-            The number of the iteration that it is in. If it joined before: of the one that is on.
+            Number of the iteration that this process is in; of the current one if it joined before.
 
         Raises:
-            RestartError: the others went on without it, a newer process has its rank, or the call has
-                completed.
-            RestartTimeout: a rank did not come; names which.
+            RestartError: the others went on without this process, a newer process has its rank, or the call
+                has completed.
+            RestartTimeout: ranks are missing; names them.
             ValueError: the rank is not known.
         """
         if self.membership is None:
@@ -253,17 +257,17 @@ class ByHand(Operations):
         return self._note_entry(own)
 
     def catch_up_restarting_rank(self, timeout: timedelta, *, rank: int | None = None) -> int:
-        """Joins a job that is on as its rank's next process, and waits until it is in.
+        """Joins a running job as a new process of the rank, and waits until a decision includes it.
 
-        Ends the current iteration, and logs the rank's last process dead if that is still listed. The others
-        enter the iteration that is returned together with this process.
+        Ends the current iteration, and logs the rank's last process dead if it is still a member. The others
+        enter the returned iteration together with this process.
 
         Args:
             timeout: how long to wait for the others to leave their iteration.
-            rank: this process's rank; the environment's ``RANK`` when None.
+            rank: this process's rank; that of the environment variable ``RANK`` when None.
 
         Returns:
-            The number of the iteration that it is in.
+            Number of the iteration that this process is in.
 
         Raises:
             RestartError: there is no job yet, its call has completed, or a newer process has the rank.
@@ -276,14 +280,14 @@ class ByHand(Operations):
         return self._join(slot, 0, timeout)
 
     def record_iteration_for_rank(self, rank: int, iteration: int) -> None:
-        """Notes, for people, that a rank has been in an iteration; keeps the highest one.
+        """Records, for people, that a rank has been in an iteration; the highest number is kept.
 
         Args:
             rank: the rank.
-            iteration: a number that head has reached.
+            iteration: number of the iteration.
 
         Raises:
-            ValueError: it has not.
+            ValueError: the job has not reached the iteration.
         """
         job, on = self._job, self.get_global_iteration()
         if not 0 <= iteration <= on:
@@ -294,7 +298,7 @@ class ByHand(Operations):
             held = job.execute([CompareAndSet(key, held, str(iteration))])[0] or ""
 
     def get_iteration_for_rank(self, rank: int) -> int:
-        """The last iteration that was recorded for a rank; the one that is on if none was."""
+        """The last iteration that was recorded for a rank; the current one if none was."""
         key = keys.last_iteration(rank)
         return self.get_global_iteration() if (held := read(self._job, key)) is None else to_number(held, key)
 
@@ -306,13 +310,13 @@ class ByHand(Operations):
                 "this client of the store has not joined the job: call handle_rank_restart on it first; "
                 "leave it to the wrapper inside a wrapped function, where the wrapper has joined"
             )
-        # Clones of this client share it.
+        # Clones of this client share the membership; each uses its own connection.
         own = dataclasses.replace(self.membership, agreement=self._agreement)
         own.member, own.view = self.membership.member, self.membership.view
         return own
 
     def _living(self) -> list[Member]:
-        """The members of the iteration that is on, but for the logged dead; none before the first one."""
+        """The members of the current iteration without the logged dead; none before the first iteration."""
         view = self._agreement.iterations.read_current()
         return [] if view is None else sorted(set(view.members) - self._agreement.ends.deaths_of(view.n))
 

@@ -1,6 +1,6 @@
 """Dataclasses as lines of JSON in the store: never pickles.
 
-What cannot be read is a `StoreError` that names the key.
+Text that cannot be read raises a `StoreError` that names the key.
 """
 
 import dataclasses
@@ -15,10 +15,10 @@ from ..exception import StoreError
 
 
 class Record:
-    """A dataclass that is one line of JSON, without the fields that have their defaults.
+    """A dataclass that is written as one line of JSON, without fields that have their default value.
 
-    What has a `parse` is written as its text, an enum by its name, a record inside as a list. Text is cut: a
-    store takes no more than 8 MiB at a time.
+    A field's class with a `parse` method is written as text, an enum as its name, a nested dataclass as a
+    list. Long text is cut, since a store takes at most 8 MiB at a time.
     """
 
     def to_json(self) -> str:
@@ -29,7 +29,7 @@ class Record:
 
     @classmethod
     def from_json(cls, text: str, key: str) -> Self:
-        """Reads `to_json`; an error names the key it came from."""
+        """Reads `to_json`; an error names the key."""
         try:
             values = typed(dict, json.loads(text), key)
             known = {name: kind for name, kind in _types(cls).items() if name in values}
@@ -53,7 +53,7 @@ _to_json = json.JSONEncoder(default=_plain).encode
 
 
 def typed(kind: Any, value: Any, key: str) -> Any:
-    """What an annotation says, from what JSON has in its place; an error names the key it came from."""
+    """Converts a JSON value to the type that an annotation names; an error names the key."""
     if type(value) is kind:
         return value
     if hasattr(kind, "parse"):

@@ -1,7 +1,7 @@
-"""Telling the others that a member has ended, until they go on without it.
+"""Reports of deaths: repeated until the others go on without the dead member.
 
-A node's slots outlive it: the node that takes its seat later has the same slots. So the members that held
-them are looked up first (`holders`), and the deaths of exactly these are reported.
+A node's slots outlive it: the node that takes its seat later has the same slots. So `holders` looks up the
+members that held the slots, and exactly their deaths are reported.
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,10 +11,10 @@ from . import Agreement, keys
 from .records import Fault, Member, View, record_of
 from .waiting import looks
 
-#: Seconds after which a report gives up, if every next iteration still lists the dead.
+#: Seconds after which a report gives up, if each next iteration still lists the dead member.
 TIMEOUT = 120.0
 
-_FIRST_LOOK = 0.1  # seconds between looks whether head has moved, should a wake be lost
+_FIRST_LOOK = 0.1  # seconds between reads of head, in case a notification is lost
 _LONGEST_LOOK = 4.0
 
 
@@ -27,17 +27,17 @@ def report_deaths(
     timeout: float,
     returns: bool = False,
 ) -> None:
-    """Logs deaths, ends the iteration if one of the members was active, and keeps at it.
+    """Logs deaths, ends the iteration if a dead member was active, and repeats this in the next iterations.
 
-    A proposal that was under way may not have seen the log, and keep a dead member in the next iteration:
-    then it is logged there too, until head leaves it out.
+    A proposal that was under way may have missed the log, and keep a dead member in the next iteration. The
+    death is logged there, too, until head moves to an iteration without the dead member.
 
     Args:
-        agreement: where to.
-        view: the iteration that the members were last known in; None before the first one.
-        dead: who has ended, each with what is known of it, for people; None to keep quiet.
-        active: whether one of them called the function in ``view``; in an iteration that the caller was not
-            told of, one counts as active unless others have all the active ranks.
+        agreement: the protocol over the job's store.
+        view: the last iteration that the members are known to have been in; None before the first one.
+        dead: the dead members, each with its fault, for people; None to publish no fault.
+        active: whether one of them was an active rank in ``view``. In an iteration that the caller does not
+            know, a member counts as active unless others have all the active ranks.
         timeout: seconds after which to give up.
         returns: whether replacements are on their way.
     """
@@ -55,29 +55,30 @@ def report_deaths(
             ends.log_deaths(n, inside, ends=active, returns=returns)
             iterations.count_deaths(view, len(inside))
             kept |= iterations.arrivals_of(n) & inside.keys()
-        # Members outside may have asked to join. While n runs, every later proposer reads the log.
+        # Dead processes that are no members may have asked to join. While n runs, each later proposer reads
+        # the log.
         outside = said if view is None else dict.fromkeys(dead.keys() - inside.keys())
         if outside:
             ends.log_deaths(n, outside, ends=False, returns=returns)
             if view is None or ends.outcome_of(n) is not None:
                 kept |= iterations.joins_of(n) & outside.keys()
         said = dict.fromkeys(dead)
-        # A later proposer reads the log. Only a proposal that was under way may have read it too early,
-        # and it takes a member only if that had arrived (or joined) before.
+        # A later proposer reads the log. A proposal under way may have read the log too early, but takes only
+        # members that had arrived, or asked to join, before.
         if not (kept and _await_move(agreement, n, view, deadline - store.now())):
             return
 
 
 def report_lost(agreement: Agreement, lost: Mapping[Member, str], *, returns: bool) -> None:
-    """Reports the deaths of members whose own monitors cannot report them: their node is lost, or has left.
+    """Reports the deaths of members whose own monitors cannot: their node is lost, or has left.
 
-    They are logged together. One that had arrived before it died would be kept in the next iteration if its
-    death came later than the others', and cost another restart.
+    The deaths are logged together. Otherwise the next iteration would keep a member that had arrived before
+    it died and is logged after the others, which would cost another restart.
 
     Args:
-        agreement: of the ranks.
-        lost: who is dead, and why, for people.
-        returns: whether other processes take their places, for which a restart may wait a little.
+        agreement: the protocol over the ranks' store.
+        lost: the dead members, each with the cause, for people.
+        returns: whether replacements are on their way; a restart may wait a little for them.
     """
     if not lost:
         return
@@ -90,40 +91,44 @@ def report_lost(agreement: Agreement, lost: Mapping[Member, str], *, returns: bo
 
 
 def await_others(agreement: Agreement, view: View, timeout: float) -> None:
-    """Waits until those who are left have gone on from an iteration, or no one is left.
+    """Waits until the other members have gone on from an iteration, or nobody is left.
 
     Args:
-        agreement: where they agree.
+        agreement: the protocol over the job's store.
         view: the iteration.
-        timeout: seconds to wait at the longest.
+        timeout: longest time to wait, in seconds.
     """
     if not agreement.ends.deaths_of(view.n).issuperset(view.members):
         _await_move(agreement, view.n, view, timeout)
 
 
 def _await_move(agreement: Agreement, n: int, view: View | None, timeout: float) -> bool:
-    """Waits until head moves from n, and moves it if it can; False if it does not, or no one is left."""
+    """Waits until head moves from n, and proposes if that is possible.
+
+    Returns:
+        Whether head has moved. False at the timeout, or if nobody is left.
+    """
     wake = keys.wake_head(n + 1)
     for look in looks(agreement.store, wake, timeout, first=_FIRST_LOOK, longest=_LONGEST_LOOK):
         if look.value is not None:
             return True
         head = agreement.iterations.read_head()
         if head is not None and head.n > n:
-            return True  # long ago: the wake has been deleted
+            return True  # so long ago that the notification key has been deleted
         if view is not None and agreement.iterations.advance(view, None):
             return True
         here = agreement.iterations.joins_of(n) if view is None else set(view.members)
         if here <= agreement.ends.deaths_of(n):
-            return False  # no one is left who could go on
+            return False
     return False
 
 
 def holders(agreement: Agreement, slots: Iterable[int]) -> list[Member]:
-    """Who holds the slots now; those that no one has held are left out.
+    """The members that hold slots now; slots that nobody has held are left out.
 
     Args:
-        agreement: of the ranks.
-        slots: which ones.
+        agreement: the protocol over the ranks' store.
+        slots: the slots.
     """
     newest = (agreement.joining.newest_of(slot) for slot in slots)
     return [member for member in newest if member.incarnation >= 0]

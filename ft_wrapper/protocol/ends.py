@@ -1,4 +1,4 @@
-"""How an iteration ends: faults, deaths, and the register that says which came first."""
+"""How an iteration ends: faults, deaths, and the register that holds the outcome."""
 
 from collections.abc import Callable, Mapping
 
@@ -9,10 +9,10 @@ from .records import DONE, FAULT, GAVE_UP, LEFT_BY, RETURNS, Fault, Member
 
 
 class Ends:
-    """How an iteration ends: faults, deaths, and the register that says which came first.
+    """How an iteration ends: faults, deaths, and the register that holds the outcome.
 
     Args:
-        store: where.
+        store: a client of the job's store.
     """
 
     def __init__(self, store: Operations) -> None:
@@ -21,15 +21,15 @@ class Ends:
     def end_iteration(self, n: int, outcome: str, *before: Step) -> str:
         """Ends iteration n, unless it has ended already, and wakes all members.
 
-        The caller wakes others, also when another process ended n: it may have died before waking them.
+        It wakes them even if another process has ended n: that process may have died before waking them.
 
         Args:
             n: the iteration.
             outcome: ``fault`` or ``done``.
-            before: what to write before.
+            before: steps to execute before.
 
         Returns:
-            The outcome that stands: the first one written.
+            The outcome that counts: the first one written.
         """
         *_, stands, _ = self.store.execute([*before, *_ending(n, outcome)])
         if stands is None:
@@ -39,61 +39,61 @@ class Ends:
     def pass_on_end(self, n: int) -> None:
         """Wakes all members again, because iteration n has ended.
 
-        The process that ended it may have been stopped, or cut off with its monitor, before it did so.
+        The process that ended n may have been stopped, or cut off with its monitor, before waking them.
         """
         self.store.execute([Notify(keys.wake_end(n), "1")])
 
     def outcome_of(self, n: int) -> str | None:
-        """How iteration n ended: ``fault``, ``done``, or None while it is on."""
+        """How iteration n ended: ``fault`` or ``done``; None while it runs."""
         return records.outcome_in(n, read(self.store, keys.end(n)))
 
     def log_fault(self, n: int, fault: Fault) -> None:
-        """Writes down, for people, what happened to a member in iteration n."""
+        """Logs a fault in iteration n, for people; n does not end by this."""
         self.store.execute([Append(keys.faults(n), fault.to_json())])
 
     def report_fault(self, n: int, fault: Fault) -> str:
-        """Publishes a fault of a member that lives on, and ends iteration n.
+        """Logs a fault of a member that lives on, and ends iteration n.
 
         Returns:
-            The outcome that stands.
+            The outcome that counts.
         """
         return self.end_iteration(n, FAULT, Append(keys.faults(n), fault.to_json()))
 
     def faults_of(self, n: int) -> list[Fault]:
-        """The faults published for iteration n, first one first."""
+        """The faults logged for iteration n, oldest first."""
         key = keys.faults(n)
         return [Fault.from_json(line, key) for line in read_log(self.store, key)]
 
     def deaths_of(self, n: int) -> set[Member]:
-        """The members of n that have ended, by evidence."""
+        """The dead of n by its log."""
         return set(self.marked_deaths_of(n))
 
     def marked_deaths_of(self, n: int) -> dict[Member, set[str]]:
-        """The members of n that have ended, each with what was noted: see `records.deaths_in`."""
+        """The dead of n by its log, each with its marks; see `records.deaths_in`."""
         return records.deaths_in(n, read_log(self.store, keys.dead(n)))
 
     def give_up(self, n: int, member: Member) -> None:
-        """Says that a member waits no more for the iteration after n, and must not be reckoned with."""
+        """Logs that a member no longer waits for the iteration after n, so that no proposal includes it."""
         self.store.execute([Append(keys.dead(n), f"{member} {GAVE_UP}")])
 
     def log_deaths(
         self, n: int, dead: Mapping[Member, Fault | None], *, ends: bool, returns: bool = False
     ) -> None:
-        """Logs, by evidence, that members of n, or such as want in after n, have ended.
+        """Logs the deaths, known by evidence, of members of n or of joiners that wait for n + 1.
 
-        A proposer sees all of them in the log, or none.
+        A proposer sees all of these deaths in the log, or none.
 
         Args:
             n: the iteration.
-            dead: who has ended, each with what is known of it, for people; None to keep quiet.
-            ends: whether the iteration ends by them; not by a spare's death.
-            returns: whether replacements are on their way, for which a restart may wait a little.
+            dead: the dead, each with its fault, for people; None to log no fault.
+            ends: whether the deaths end the iteration; those of spares do not.
+            returns: whether replacements are on their way; a restart may wait a little for them.
         """
         steps: list[Step] = [
             Append(keys.faults(n), fault.to_json()) for fault in dead.values() if fault is not None
         ]
-        # Ended first: observers of silence leave the logged dead alone, so one that logged one and died
-        # before ending n would have left all others waiting.
+        # n ends before the deaths are logged. Observers of silence ignore the logged dead, so if the caller
+        # logged a death and died before ending n, all others would wait.
         if ends:
             steps += _ending(n, FAULT)
         entries = [f"{member} {RETURNS}" if returns else str(member) for member in sorted(dead)]
@@ -110,18 +110,18 @@ class Ends:
         Args:
             n: the iteration.
             seconds: how long to wait.
-            may_be_done: asked after the wait; False for an active rank that has not said that it finished:
-                then n can only have ended by a fault, and need not be read.
+            may_be_done: called after the wait. False for an active rank that has not finished: then n can
+                only have ended by a fault, and its outcome need not be read.
 
         Returns:
-            How it ended; None if it is still on.
+            How n ended; None while it runs.
         """
         if self.store.wait_for(keys.wake_end(n), seconds) is not None and not may_be_done():
             return FAULT
         return self.outcome_of(n)
 
     def finish(self, n: int, active_rank: int, active_world_size: int) -> None:
-        """Says that an active rank has returned from the function of n; the last one ends n as done."""
+        """Logs that an active rank has returned from the function of n; the last one ends n as done."""
         finished = append_counted(self.store, keys.finished(n), str(active_rank), keys.count_finished(n))
         if finished >= active_world_size:
             self.complete(n, active_world_size)
@@ -137,16 +137,16 @@ class Ends:
         return {records.to_number(rank, key) for rank in read_log(self.store, key)}
 
     def say_goodbye(self, member: Member) -> None:
-        """A member's last word: it needs the store no more."""
+        """Logs that a member no longer needs the store, and wakes the waiters for that."""
         one = str(member)
         self.store.execute([Append(keys.GOODBYES, one), Notify(keys.wake_goodbye(one), "1")])
 
     def await_goodbye(self, member: Member, seconds: float) -> bool:
-        """Waits for a member's last word; tells whether it came."""
+        """Waits until a member no longer needs the store; returns whether that came in time."""
         return self.store.wait_for(keys.wake_goodbye(str(member)), seconds) is not None
 
     def goodbyes(self) -> set[Member]:
-        """The members that need the store no more."""
+        """The members that no longer need the store."""
         return {Member.parse(line, keys.GOODBYES) for line in read_log(self.store, keys.GOODBYES)}
 
 
