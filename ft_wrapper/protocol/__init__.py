@@ -12,11 +12,11 @@ from .silence import Heartbeats
 
 
 class Agreement:
-    """What the ranks of a job agree on: plain objects over one store. No thread, no process.
+    """What the ranks of a job agree on: plain objects over one store, without threads or processes.
 
     Args:
         store: a client of the job's store.
-        parts: classes to take in the place of others, for tests: ``{GlobalIteration: Mistaken}``.
+        parts: classes that replace others, for tests: ``{GlobalIteration: Mistaken}``.
     """
 
     def __init__(self, store: Operations, parts: Mapping[type, Any] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What ranks agree on when they enter an iteration: who has which rank, where to meet; and barriers."""
+"""What ranks agree on when they enter an iteration: active ranks, sizes, the endpoint; and barriers."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from .waiting import looks
 Endpoint = tuple[str, int]
 Sizes = tuple[int, int]  # world size and active world size
 
-_LOOK_EVERY = 1.0  # seconds between looks whether waiting has lost its point
+_LOOK_EVERY = 1.0  # seconds between checks whether the iteration is over
 
 
 class BarrierError(RestartError):
@@ -25,7 +25,7 @@ class BarrierError(RestartError):
 
 
 class BarrierTimeout(BarrierError):
-    """Not everybody came to a barrier in time. The message names who was missing."""
+    """Ranks did not come to a barrier in time. The message names the missing ones."""
 
 
 class BarrierOverflow(BarrierError):
@@ -37,10 +37,10 @@ class Entered:
     """A member that is about to enter an iteration.
 
     Args:
-        member: who.
-        active_rank: its active rank there; None for a spare.
-        promoted: whether it was a spare before; noted for people.
-        recompiles: whether its compiled code was dropped, since ranks have moved; noted for people.
+        member: the member.
+        active_rank: its active rank in the iteration; None for a spare.
+        promoted: whether it was a spare before; for people.
+        recompiles: whether its compiled code was dropped, since ranks have moved; for people.
     """
 
     member: Member
@@ -49,14 +49,14 @@ class Entered:
     recompiles: bool = False
 
     def to_text(self) -> str:
-        """An entry of a log."""
+        """The member's entry in the log."""
         rank = "-" if self.active_rank is None else self.active_rank
         notes = [name for name in ("promoted", "recompiles") if getattr(self, name)]
         return f"{self.member} {rank} {','.join(notes) or '-'}"
 
     @classmethod
     def parse(cls, line: str, key: str) -> "Entered":
-        """Reads `to_text`; an error names the key it came from."""
+        """Reads `to_text`; an error names the key."""
         name, rank, text = split_entry(line, 3, key)
         notes = text.split(",")
         active_rank = None if rank == "-" else to_number(rank, key)
@@ -64,19 +64,19 @@ class Entered:
 
 
 def _parse_meeting(n: int, text: str) -> tuple[Endpoint, Sizes]:
-    """What rank 0 of n tells: where ``torch.distributed`` meets; world size and active world size."""
+    """What rank 0 of n has published: the endpoint of ``torch.distributed``; both world sizes."""
     host, *numbers = split_entry(text, 4, keys.meeting(n))
     port, world_size, active_world_size = (to_number(number, keys.meeting(n)) for number in numbers)
     return (host, port), (world_size, active_world_size)
 
 
 def active_ranks_in(n: int, meeting: str | None) -> int:
-    """The number of active ranks of n, by what its key of the meeting holds; 0 if that is absent."""
+    """The number of active ranks of n, by the value of its meeting key; 0 if the key is absent."""
     return 0 if meeting is None else _parse_meeting(n, meeting)[1][1]
 
 
 def spares_in(store: Operations, n: int) -> tuple[set[Member], int]:
-    """The members that are spares in n; and the number of its active ranks, as far as that is known."""
+    """The spares of n, and the number of its active ranks, as far as that is known."""
     active, entered = _active_and_entered(store, n)
     ranks = [one.active_rank for one in entered.values() if one.active_rank is not None]
     spares = {member for member, one in entered.items() if one.active_rank is None}
@@ -84,7 +84,7 @@ def spares_in(store: Operations, n: int) -> tuple[set[Member], int]:
 
 
 def _active_and_entered(store: Operations, n: int) -> tuple[int, dict[Member, Entered]]:
-    """The number of n's active ranks, see `active_ranks_in`; and the members that are about to enter it."""
+    """The number of n's active ranks (see `active_ranks_in`), and the members that are about to enter n."""
     meeting, log = store.execute([Read(keys.meeting(n)), ReadLog(keys.entered(n))])
     return active_ranks_in(n, meeting), _entries_in(n, (log or "").splitlines())
 
@@ -95,10 +95,10 @@ def _entries_in(n: int, log: Iterable[str]) -> dict[Member, Entered]:
 
 
 class Entering:
-    """Who enters an iteration, with which rank, and where ``torch.distributed`` meets in it.
+    """The members that enter an iteration, their active ranks, and the endpoint of ``torch.distributed``.
 
     Args:
-        store: where.
+        store: a client of the job's store.
         ends: how iterations end.
     """
 
@@ -107,17 +107,18 @@ class Entering:
         self._ends = ends
 
     def active_in(self, n: int) -> int:
-        """The number of active ranks of n; 0 if its rank 0 has not entered it yet."""
+        """The number of active ranks of n; 0 if rank 0 has not entered n yet."""
         return active_ranks_in(n, read(self.store, keys.meeting(n)))
 
     def may_be_active(self, n: int, member: Member) -> bool:
-        """Whether a member may be an active rank of n, for those who do not know the rank assignment.
+        """Whether a member may be an active rank of n, for callers that do not know the rank assignment.
 
-        False only once others have all of the active ranks: then it is a spare in n.
+        False only if the member is known to be a spare: it entered n as a spare, or others have all the
+        active ranks.
 
         Args:
             n: the iteration.
-            member: who.
+            member: the member.
         """
         active, entered = _active_and_entered(self.store, n)
         if member in entered:
@@ -126,25 +127,26 @@ class Entering:
         return not active or len(taken) < active
 
     def entered_in(self, n: int) -> dict[Member, Entered]:
-        """The members that are about to enter n, or have entered it: O(world size)."""
+        """The members that are about to enter n, or have entered it. It reads O(world size)."""
         return _entries_in(n, operations.read_log(self.store, keys.entered(n)))
 
     def enter(
         self, n: int, entry: Entered, sizes: Sizes, endpoint: Endpoint | None = None
     ) -> Endpoint | None:
-        """Takes the place in n that a rank assignment gave, and checks that it fits the others'.
+        """Claims the active rank in n that the rank assignment gave, and checks it against the others'.
 
         Args:
             n: the iteration.
-            entry: who is about to enter, with the active rank that it was given.
-            sizes: the world size and the active world size that it was given.
-            endpoint: from active rank 0: host and port of the store that ``torch.distributed`` uses in n.
+            entry: the member and the active rank that it was given.
+            sizes: the world size and the active world size that the member was given.
+            endpoint: host and port of the store that ``torch.distributed`` uses in n, on active rank 0; None
+                on others.
 
         Returns:
-            That endpoint; None if rank 0 has not told it so far.
+            The endpoint; None if rank 0 has not published it yet.
 
         Raises:
-            InternalError: another rank was given the same active rank, or rank 0 other sizes.
+            InternalError: another member was given the same active rank, or rank 0 other sizes.
         """
         member, active_rank = entry.member, entry.active_rank
         told: list[Step] = []
@@ -169,27 +171,30 @@ class Entering:
             n: the iteration.
 
         Returns:
-            How many have been counted, with this one: a hint, as an answer that was lost may count twice.
+            The count, this rank included. A hint, since a rank whose answer was lost may be counted twice.
         """
         return int(self.store.execute([Count(keys.count_entered(n))])[0] or 0)
 
     def await_endpoint(
         self, n: int, member: Member, sizes: Sizes, timeout: float, look_every: float
     ) -> Endpoint | None:
-        """Waits for the endpoint that rank 0 tells; None if a fault ended n before it came.
+        """Waits until rank 0 has published the endpoint.
 
-        Where n is done already, this member is a spare that was slow to look: its rank 0 has been here.
+        If n has ended as done, this member is a spare that was slow: rank 0 has published the endpoint.
 
         Args:
             n: the iteration.
-            member: who waits.
-            sizes: the world size and the active world size that it was given.
-            timeout: seconds to wait at the longest.
-            look_every: seconds between looks whether n has ended, should its rank 0 have died.
+            member: the member that waits.
+            sizes: the world size and the active world size that the member was given.
+            timeout: longest time to wait, in seconds.
+            look_every: seconds between checks whether n has ended, since rank 0 may have died.
+
+        Returns:
+            The endpoint; None if a fault ended n first.
 
         Raises:
             InternalError: rank 0 was given other sizes.
-            RestartTimeout: neither came.
+            RestartTimeout: there was neither an endpoint nor a fault in time.
         """
         for look in looks(self.store, keys.wake_meeting(n), timeout, first=look_every, longest=look_every):
             if look.value is not None:
@@ -201,7 +206,7 @@ class Entering:
 
 
 def _endpoint_in(n: int, meeting: str | None, member: Member, sizes: Sizes) -> Endpoint | None:
-    """Where n's ranks meet, by what its key of the meeting holds; None if that is absent."""
+    """The endpoint of n by the value of its meeting key; None if the key is absent."""
     if meeting is None:
         return None
     endpoint, told = _parse_meeting(n, meeting)
@@ -214,7 +219,7 @@ def _endpoint_in(n: int, meeting: str | None, member: Member, sizes: Sizes) -> E
 
 
 class Barriers(Operations):
-    """What a store offers to those who wait for each other: barriers of named groups, and exchanges."""
+    """How ranks wait for each other on a store: barriers of named groups, and exchanges."""
 
     # torch's Store has had a method of this name and another meaning since 2.12.
     def barrier(
@@ -225,25 +230,25 @@ class Barriers(Operations):
         timeout: timedelta,
         timeout_chunk: timedelta | None = None,
     ) -> None:
-        """Waits until so many ranks have come.
+        """Waits until ``rendezvous_count`` ranks have come.
 
         Args:
-            ranks: the ranks on whose behalf the caller comes.
-            group_name: name of the barrier; it serves once.
+            ranks: the ranks that come with this call.
+            group_name: name of the barrier; it can be used once.
             rendezvous_count: number of ranks to wait for.
-            timeout: how long to wait at the longest.
-            timeout_chunk: how often to look whether the iteration has ended meanwhile.
+            timeout: longest time to wait.
+            timeout_chunk: time between checks whether the iteration has ended; a second when None.
 
         Raises:
-            BarrierTimeout: somebody is missing; the message names the ranks.
-            BarrierOverflow: more ranks came than ``rendezvous_count``.
-            RankShouldRestart: the store belongs to an iteration and that has ended.
+            BarrierTimeout: ranks are missing; the message names them.
+            BarrierOverflow: more than ``rendezvous_count`` ranks came.
+            RankShouldRestart: the store belongs to an iteration, which has ended.
         """
         arrived_key, count_key, wake_key = (keys.barrier(group_name, p) for p in ("arrived", "count", "wake"))
         count = 0
         for rank in ranks:
             count = operations.append_counted(self, arrived_key, str(rank), count_key)
-        # The count wakes, the log decides: a reply that was lost may have counted twice.
+        # The count is a hint: a rank whose answer was lost may be counted twice. The log decides.
         if count >= rendezvous_count:
             here = len(set(operations.read_log(self, arrived_key)))
             if here > rendezvous_count:
@@ -259,7 +264,7 @@ class Barriers(Operations):
             raise BarrierTimeout(f"barrier {group_name!r} timed out after {timeout}: {missing}")
 
     def _barrier_named(self, group_name: str, ranks: Iterable[int], *args: Any, **more: Any) -> None:
-        """The barrier of that name; see `barrier`."""
+        """The barrier with a given name; see `barrier`."""
         self.barrier(ranks, group_name, *args, **more)
 
     initial_barrier = functools.partialmethod(_barrier_named, "initial")
@@ -276,22 +281,22 @@ class Barriers(Operations):
         compute: Callable[[dict[int, str]], dict[int, str]],
         timeout: timedelta,
     ) -> str:
-        """Everyone contributes, the last one computes for all, and each reads its own result.
+        """Every rank contributes, the last one computes all results, and each rank reads its own result.
 
-        Total traffic is O(count). Either all ranks get their result or none does: a rank that gives up
-        because the iteration has ended rules out that others get theirs later.
+        Total traffic is O(count). Either all ranks get their results or none does: if a rank gives up because
+        the iteration has ended, no rank gets its result later.
 
         Args:
-            name: name of the exchange; it serves once.
+            name: name of the exchange; it can be used once.
             rank: the caller's rank.
-            contribution: what it contributes, one line.
+            contribution: the caller's contribution, one line.
             count: number of ranks that contribute.
-            compute: from all contributions by rank to all results by rank; the same on every rank.
-            timeout: how long to wait for the others at the longest.
+            compute: maps all contributions by rank to all results by rank; the same on every rank.
+            timeout: longest time to wait for the others.
 
         Raises:
-            BarrierTimeout: somebody is missing; the message names the ranks.
-            RankShouldRestart: the store belongs to an iteration and that has ended.
+            BarrierTimeout: ranks are missing; the message names them.
+            RankShouldRestart: the store belongs to an iteration, which has ended.
         """
         log_key, count_key, wake_key, verdict_key = (
             keys.barrier(name, part) for part in ("arrived", "count", "wake", "verdict")
@@ -312,7 +317,7 @@ class Barriers(Operations):
         result = None
         if read(self, verdict_key) == "computed":
             result = read(self, keys.barrier(name, f"result/{rank}"))
-        if result is None:  # or deleted since, with all else of an iteration that is long over
+        if result is None:  # abandoned, or deleted with all keys of an iteration that ended long ago
             raise RankShouldRestart(f"exchange {name!r} was abandoned by a rank: its iteration has ended")
         return result
 
@@ -327,7 +332,7 @@ def _wait_unless_over(store: Operations, key: str, seconds: float, chunk: float)
 
 
 def _missing(count: int, here: set[int]) -> str:
-    """Names who did not come; only those who came are known where the ranks are not 0 to count - 1."""
+    """Names the missing ranks; or those that came, if the ranks are not 0 to count - 1."""
     if here <= set(range(count)):
         return f"missing ranks {sorted(set(range(count)) - here)} of {count}"
     return f"missing {count - len(here)} of {count} ranks, all but {sorted(here)}"

@@ -1,6 +1,6 @@
-"""What rank 0's heart does for all once an iteration is on, off the path of a restart. Pure.
+"""What rank 0's heart thread does for all ranks during an iteration, off the path of a restart. Pure.
 
-Nothing here is needed for safety, and whatever is left undone the next one to do it finds.
+Nothing here is needed for safety. What one housekeeper leaves undone, the next one does.
 """
 
 from collections.abc import Sequence
@@ -10,18 +10,18 @@ from .entering import active_ranks_in
 from .operations import Delete, Operations, Read, read, read_heartbeat, write_text
 from .records import Head, View, to_number
 
-# An iteration that was on for so many join windows is not one of a crash loop.
+# Join windows after which an iteration does not count as part of a crash loop.
 SETTLES_AFTER = 4
-# Keys that are deleted at a time: a heart does this, and must not be late.
+# Keys that are deleted at a time; few, since the heart thread's next heartbeat must not be late.
 SLICE = 256
 
 
 class Housekeeper:
-    """Notes how large and how lasting an iteration is, and deletes past keys.
+    """Records the active ranks of an iteration, and that it has settled; deletes past keys.
 
     Args:
-        store: where.
-        join_window: seconds for which joins are gathered.
+        store: a client of the job's store.
+        join_window: seconds for which joiners are gathered.
     """
 
     def __init__(self, store: Operations, join_window: float) -> None:
@@ -31,36 +31,36 @@ class Housekeeper:
         self._since = 0.0
         self._size_known = False
         self._settled = False
-        self._past: list[str] = []  # keys that are to be deleted
-        self._hearts: dict[str, int] = {}  # shared ones, as they were seen: some of them may beat no more
+        self._past: list[str] = []  # keys to be deleted
+        self._hearts: dict[str, int] = {}  # shared heartbeats and their last values; some may have stopped
 
     def keep(self, view: View) -> None:
-        """Does what is due in the iteration that is on, or a part of it; called again and again."""
+        """Does what is due in the current iteration, or a part of it; called repeatedly."""
         if view.n != self._n:
             self._n, self._since = view.n, self._store.now()
             self._size_known = self._settled = False
             names = self._store.list_keys()
             self._past = past_keys(self._store, view, names)
             shared = [name for name in names if keys.is_shared_heart(name)]
-            # More than there can be that have one.
+            # Each member uses one heartbeat at most, so some of these are left over.
             are_too_many = len(shared) > len(view.members)
             self._hearts = {heart: read_heartbeat(self._store, heart) for heart in shared if are_too_many}
-        if self._past:  # else etcd would be asked each second to do nothing
+        if self._past:  # an empty Delete would be a request to etcd each second
             self._store.execute([Delete(tuple(self._past[:SLICE]))])
             del self._past[:SLICE]
         if not self._size_known:
             self._size_known = note_active_target(self._store, view.n)
         if not self._settled and self._store.now() - self._since >= self._settles_after:
-            # A restart from it is not one of a crash loop.
+            # A restart from this iteration is not part of a crash loop.
             write_text(self._store, keys.SETTLED, str(view.n))
-            # A heart that beats after all brings its key back.
+            # If a heartbeat is still in use after all, the next beat writes its key again.
             hearts = self._hearts.items()
             self._past += [heart for heart, seen in hearts if read_heartbeat(self._store, heart) == seen]
             self._settled = True
 
 
 def note_active_target(store: Operations, n: int) -> bool:
-    """Raises the target to the active ranks of n; returns whether they are known yet."""
+    """Raises the target to the active ranks of n; returns whether their number is known yet."""
     meeting, target = store.execute([Read(keys.meeting(n)), Read(keys.ACTIVE_TARGET)])
     active = active_ranks_in(n, meeting)
     if active > to_number(target or "0", keys.ACTIVE_TARGET):
@@ -69,19 +69,19 @@ def note_active_target(store: Operations, n: int) -> bool:
 
 
 def past_keys(store: Operations, view: View, names: Sequence[str]) -> list[str]:
-    """Which keys are those of iterations two back and more, of past calls, and of superseded members.
+    """The keys of iterations two back and more, of past calls, and of superseded members.
 
-    Who is in ``view`` has left the iteration before it, so no one who is still in reads anything older.
-    Who is out may write late: a few keys, which the next one to clean up finds. A member counts as
-    superseded when a newer one of its slot is in; where none is, when a newer one has been started.
+    All members of ``view`` have left the iteration before it, so no member reads older keys. A process that
+    is no member may write a few keys late, which the next housekeeper finds. A member is superseded if
+    ``view`` has a newer member of its slot; if ``view`` has none of the slot, once a newer one has started.
 
     Args:
-        store: where.
-        view: the iteration that is on.
-        names: all keys, as they were a moment ago.
+        store: a client of the job's store.
+        view: the current iteration.
+        names: all keys, as read just now.
 
     Returns:
-        Their names, to be deleted; none if another iteration is on meanwhile, in which others may be.
+        Names of the keys to delete; none if the job has gone on from ``view`` meanwhile.
     """
     head = read(store, keys.HEAD)
     if head is None or Head.parse(head, keys.HEAD).n != view.n:

@@ -1,7 +1,7 @@
-"""How a process gets into the job: into its first iteration, or later into a running one (DESIGN.md 5.3).
+"""How a process joins the job: its first iteration, or later a running one (DESIGN.md 5.3).
 
-A joining process never relies on a single read. It reads head again and again, from the top, until head lists
-it or it knows that head never will. So no process joins too early or too late.
+A joiner never relies on a single read. It reads head again and again until the current iteration lists the
+joiner, or it is clear that no iteration will. So no process joins too early or too late.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from .records import DONE, FAULT, GAVE_UP, Member, MemberRecord, View, record_of
 from .silence import HeartbeatObserver
 from .waiting import FIRST_LOOK, LONGEST_LOOK, is_checker, looks, stagger
 
-_LONGEST_WINDOW = 6  # doublings of the window
+_LONGEST_WINDOW = 6  # doublings of the join window
 _UNKNOWN = MemberRecord()
 _DEFAULTS = Limits()
 
@@ -31,11 +31,11 @@ class Entry(enum.Enum):
     """How an attempt to join ended.
 
     Attributes:
-        IN: head lists the member.
-        DONE: the call that it came for has completed.
+        IN: the current iteration lists the member.
+        DONE: the call that the member came for has completed.
         TAKEN_OVER: a newer process holds the slot.
-        PASSED: head went on so far that the member may have been in and left out again: it needs a new
-            incarnation.
+        PASSED: head moved on so far that the member may have been in an iteration and left out again. It
+            needs a new incarnation.
     """
 
     IN = enum.auto()
@@ -48,9 +48,9 @@ class Joining:
     """Taking a slot, the first formation, and joining later.
 
     Args:
-        store: where.
+        store: a client of the job's store.
         iterations: how the members go on.
-        entering: who has entered an iteration.
+        entering: which members have entered an iteration.
     """
 
     def __init__(self, store: Operations, iterations: GlobalIteration, entering: Entering) -> None:
@@ -61,10 +61,10 @@ class Joining:
         self.heartbeats = iterations.heartbeats
 
     def agree_on_version(self) -> None:
-        """Makes sure that the store's job names its keys as this version of the package does.
+        """Makes sure that the job uses the same version of the key names as this process.
 
         Raises:
-            StoreError: it does not; nothing else of this version has been written then.
+            StoreError: the job uses another version. This process has written nothing else then.
         """
         version = set_if_absent(self.store, keys.VERSION, keys.THIS_VERSION)
         if version != keys.THIS_VERSION:
@@ -78,24 +78,24 @@ class Joining:
 
         Args:
             slot: the initial rank.
-            record: what to write: its host and pid; and the name of its heart, if others share that.
+            record: the member's record: host and pid, and the name of its heartbeat if that is shared.
         """
         member = Member(slot, self.store.add(keys.incarnations(slot), 1) - 1)
         self.write_record(member, record)
-        if record.heart is None:  # else that one beats already
+        if record.heart is None:  # a shared heartbeat is sent already
             self.heartbeats.beat_heart(str(member))
         return member
 
     def write_record(self, member: Member, record: MemberRecord) -> None:
-        """Says what is known of a member's process."""
+        """Writes what is known of a member's process."""
         write_text(self.store, keys.member(str(member)), record.to_json())
 
     def newest_of(self, slot: int) -> Member:
-        """The last member that took the slot."""
+        """The newest member that took the slot."""
         return Member(slot, self.store.add(keys.incarnations(slot), 0) - 1)
 
     def agree_on_terms(self, slot: int, call: int, terms: dict[str, object]) -> None:
-        """Takes part in a call under these terms; the first process to do so decides them.
+        """Compares the terms of a call with the job's; the first process to call this decides them.
 
         Args:
             slot: the initial rank.
@@ -104,7 +104,7 @@ class Joining:
 
         Raises:
             StoreError: the job's terms cannot be read; names the key.
-            ValueError: the job has other ones; says which.
+            ValueError: the job has other terms; names the differences.
         """
         key = keys.terms(call)
         text = set_if_absent(self.store, key, json.dumps(terms, sort_keys=True))
@@ -126,12 +126,12 @@ class Joining:
     # The first formation -------------------------------------------------------------------------------
 
     def join_first(self, member: Member, slots: Iterable[int], limits: Limits = _DEFAULTS) -> None:
-        """Joins the first iteration; the last of all slots to come decides it.
+        """Joins the first iteration; the last slot to join decides it.
 
         Args:
-            member: who joins.
+            member: the joiner.
             slots: the slots that the job begins with.
-            limits: what the job goes on with, of which the shared ones are the same on every rank.
+            limits: the job's limits; the shared ones are the same on every rank.
         """
         n = keys.BEFORE_FIRST
         expected = frozenset(slots)
@@ -141,17 +141,17 @@ class Joining:
             self.form(expected, limits)
 
     def living_joiners(self) -> dict[int, Member]:
-        """The newest member of each slot that has joined the first iteration, and has not ended."""
+        """The newest living member of each slot that has joined the first iteration."""
         joined = self.iterations.joins_of(keys.BEFORE_FIRST)
         dead = self.ends.deaths_of(keys.BEFORE_FIRST)  # read second, as in `advance`
         return {member.slot: member for member in sorted(joined - dead)}
 
     def form(self, slots: frozenset[int], limits: Limits = _DEFAULTS) -> bool:
-        """Decides the first iteration if every slot has joined; tells whether there is a head now."""
+        """Decides the first iteration if every slot has joined; returns whether there is a head now."""
         if self.iterations.read_head() is not None:
             return True
         newest = self.living_joiners()
-        if not slots <= newest.keys():  # one that is not expected takes no one's place
+        if not slots <= newest.keys():  # a joiner of another slot replaces nobody
             return False
         members = tuple(sorted(newest.values()))
         self.iterations.decide(None, first_decision(members, limits), members)
@@ -163,21 +163,21 @@ class Joining:
         """Waits for the first decision.
 
         Args:
-            member: who waits; it may be one that comes beside those that the job forms of.
+            member: the member that waits; its slot need not be one of ``slots``.
             slots: the slots that the job begins with.
-            timeout: seconds to wait at the longest.
+            timeout: longest time to wait, in seconds.
             limits: as in `join_first`.
 
         Returns:
             The first iteration; None if this member is not in it.
 
         Raises:
-            RestartTimeout: not all slots joined in time; names the missing ones.
+            RestartTimeout: some slots did not join in time; names the missing ones.
         """
         expected = frozenset(slots)
         wake = keys.wake_head(keys.BEFORE_FIRST + 1)
         position = sum(slot < member.slot for slot in expected)
-        # All of them have to be there, so the same few can look for all, should the last one have been lost.
+        # Every slot has to join, so a few of them can check for all, in case the last joiner has died.
         forms = is_checker(position, len(expected))
         for _ in looks(self.store, wake, timeout, first=FIRST_LOOK + stagger(position)):
             if self.form(expected, limits) if forms else self.iterations.read_head() is not None:
@@ -188,7 +188,7 @@ class Joining:
         joins = self.iterations.joins_of(keys.BEFORE_FIRST)
         dead = self.ends.marked_deaths_of(keys.BEFORE_FIRST)
         came = {joiner.slot for joiner in joins if GAVE_UP in dead.get(joiner, [GAVE_UP])}
-        # A member that gave up because of the missing ones is not missing itself; to a later one it is.
+        # A member that gave up since others were missing is not missing itself. To a later joiner it is.
         missing = sorted(expected - came or expected - {joiner.slot for joiner in joins - dead.keys()})
         raise RestartTimeout(
             f"the job did not form within {timeout:g} s: ranks {missing} of {len(expected)} are missing; "
@@ -196,12 +196,12 @@ class Joining:
         )
 
     def _read_first(self, limits: Limits) -> View:
-        """The iteration that is on, mostly the first: that one's decision follows from its roster."""
+        """The current iteration. It is mostly the first, whose decision follows from its roster."""
         head = self.iterations.read_head()
         if head is not None and head.n == keys.BEFORE_FIRST + 1:
             key = keys.roster(head.n, head.nonce)
             roster = read(self.store, key)
-            if roster is not None:  # else head has moved on by two meanwhile
+            if roster is not None:  # None if head has moved on by two meanwhile
                 members = roster_from_json(roster, key)
                 return View(first_decision(members, limits), head.nonce, members)
         return self._read_current()
@@ -217,21 +217,21 @@ class Joining:
     def await_entry(
         self, member: Member, call: int, limits: Limits, patience: float, asked: int | None = None
     ) -> tuple[Entry, View]:
-        """Asks to be let into the running job until head lists the member, or it is clear that it never will.
+        """Asks to join the running job until an iteration lists the joiner, or it is clear that none will.
 
         Args:
-            member: who wants in.
-            call: number of the wrapped call that it comes for.
-            limits: when to end the iteration that is on, and how long to wait for replacements.
-            patience: seconds to wait for an iteration that has ended to be followed by another one.
-            asked: the iteration after which the member has asked before to be let in: `BEFORE_FIRST` for one
-                that took part in the first formation.
+            member: the joiner.
+            call: number of the wrapped call that the joiner comes for.
+            limits: when to end the current iteration, and how long to wait for replacements.
+            patience: seconds to wait for the next iteration once one has ended.
+            asked: the iteration after which the member has asked to join before: `BEFORE_FIRST` if it took
+                part in the first formation; None if it has not asked.
 
         Returns:
-            How it ended, and the iteration that head was at.
+            How the attempt ended, and the current iteration then.
 
         Raises:
-            RestartTimeout: an iteration had ended and was not followed by another one.
+            RestartTimeout: an iteration ended, and there was no next one in time.
         """
         observer = HeartbeatObserver(self.heartbeats, limits.heartbeat_timeout)
         attempt: _Attempt | None = None
@@ -253,19 +253,20 @@ class Joining:
             if call == view.call + (outcome == DONE):
                 asked = view.n
                 attempt.act()
-            else:  # the job is in an earlier call than the one that the process came for
+            else:  # the job is in an earlier call than the joiner's
                 attempt.wait(keys.wake_end(view.n) if outcome is None else keys.wake_head(view.n + 1))
 
     def short_iterations_before(self, n: int) -> int:
-        """How many iterations in a row before n ended within a few join windows."""
+        """How many iterations in a row, just before n, ended within a few join windows."""
         settled = read(self.store, keys.SETTLED)
         last = keys.BEFORE_FIRST if settled is None else to_number(settled, keys.SETTLED)
         return max(0, n - last - 1)
 
     def supersede(self, view: View, member: Member) -> bool:
-        """Logs the death of an older incarnation of a member's slot; tells whether one was still listed.
+        """Logs the death of an older incarnation of the slot; ends the iteration unless that was a spare.
 
-        The iteration ends by it, unless it was a spare.
+        Returns:
+            Whether an older incarnation was a member of ``view`` and not logged dead.
         """
         older = [listed for listed in view.members if listed.slot == member.slot and listed < member]
         if not older or older[0] in self.ends.deaths_of(view.n):
@@ -278,7 +279,7 @@ class Joining:
 
 @dataclasses.dataclass(eq=False)
 class _Attempt:
-    """One process's attempt to get into the iteration after the one that is on."""
+    """A joiner's attempt to get into the iteration after the current one."""
 
     joining: Joining
     view: View
@@ -293,11 +294,11 @@ class _Attempt:
         self._pause = FIRST_LOOK
         self._asked_at: float | None = None
         self._ended_at: float | None = None
-        self._awaited_at = 0.0  # when a living member was last between two calls
-        self._said_at = 0.0  # when the log said last for whom this waits
+        self._awaited_at = 0.0  # when a living member was last seen between two calls
+        self._logged_at = 0.0  # when the awaited members were last logged
 
     def act(self) -> None:
-        """Does what may bring the next iteration about, then waits a little for it."""
+        """Asks, ends the iteration when that is due, and proposes; then waits a little for the next one."""
         n = self.view.n
         if self._asked_at is None:
             self._ask()
@@ -306,7 +307,7 @@ class _Attempt:
             again = min(max(0, self.joining.short_iterations_before(n) - 1), _LONGEST_WINDOW)
             due = self._asked_at + self.limits.join_window * 2.0**again
             if not ((self._store.now() >= due and self._should_end_iteration()) or self._is_deserted()):
-                # Not beyond that moment; and from then on at times, should it be wanted later.
+                # Until the window is due; later in growing pauses, as the conditions may be met then.
                 left = due - self._store.now()
                 self.wait(keys.wake_end(n), left if left > 0 else math.inf)
                 return
@@ -315,15 +316,15 @@ class _Attempt:
         self.wait(keys.wake_head(n + 1))
 
     def wait(self, wake: str, at_most: float = math.inf) -> None:
-        """Waits a little for a notification key; each time for longer, but for those cut short."""
+        """Waits a little for a notification key, each time longer; `at_most` cuts a wait short."""
         pause = min(self._pause, at_most)
         if pause == self._pause:
             self._pause = min(2 * pause, LONGEST_LOOK, max(FIRST_LOOK, self.limits.heartbeat_timeout))
         self._store.wait_for(wake, pause)
 
     def _ask(self) -> None:
-        """Asks to be let into the next iteration."""
-        # The older one's death first: a proposal that lets this one in must not keep that one.
+        """Asks to join the next iteration."""
+        # The older incarnation's death first: a proposal that takes this member must not keep the older one.
         counts = self.joining.supersede(self.view, self.member)
         self._iterations.ask_to_join(self.view.n, self.member, self.call)
         self._store.emit("join", iteration=self.view.n, slot=self.member.slot)
@@ -336,9 +337,10 @@ class _Attempt:
         return 0 < self.joining.entering.active_in(self.view.n) < self._iterations.active_target()
 
     def _is_deserted(self) -> bool:
-        """Whether no member is left that could end the iteration: all are dead, or silent in this one's eyes.
+        """Whether every member is dead, or silent as far as this joiner knows, so that nobody can end it.
 
-        Members watch each other; so the others are looked at only if the first of the living stands still.
+        Members watch each other. So this reads the other heartbeats only if that of the first living member
+        stands still.
         """
         dead = self.joining.ends.deaths_of(self.view.n)
         living = [member for member in self.view.members if member not in dead]
@@ -347,18 +349,18 @@ class _Attempt:
         return len(self.observer.silent(living)) == len(living)
 
     def _propose(self, asked_at: float) -> None:
-        """Proposes, which does nothing unless every member has arrived, is dead or silent."""
+        """Proposes; this does nothing unless every member has arrived, is dead or is silent."""
         view, now = self.view, self._store.now()
         if self._ended_at is None:
-            self._ended_at = self._awaited_at = self._said_at = now
+            self._ended_at = self._awaited_at = self._logged_at = now
         _, missing = self._iterations.arrived_and_missing(view)
         silent = self.observer.silent(missing)
         awaited = set(missing) - silent
         if view.call < self.call and awaited:
             self._awaited_at = now
-            if now - self._said_at >= self.patience:
+            if now - self._logged_at >= self.patience:
                 self._iterations.log_awaited(view, awaited)
-                self._said_at = now
+                self._logged_at = now
         elif now - self._awaited_at >= self.patience:
             raise RestartTimeout(
                 f"iteration {view.n} was not followed by another one within {self.patience:g} s: "

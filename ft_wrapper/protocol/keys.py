@@ -1,8 +1,9 @@
-"""The name of every key that the ranks agree on. Nothing else spells one.
+"""The names of all keys of the protocol. No other file spells one.
 
 ``n`` is the number of a global iteration; ``BEFORE_FIRST`` is the one that ends with the first decision.
-Keys under ``wake/`` and ``count/`` wake somebody. What they say is a hint, from which nothing is concluded;
-only an endpoint, and a restart's report, are told by the key that wakes who waits for it.
+Keys under ``wake/`` are notification keys: they wake waiters. Their values, and the counts under ``count/``,
+are hints, which no decision rests on. Two notification keys also carry data: those of an endpoint and of a
+restart's report.
 """
 
 import re
@@ -12,103 +13,104 @@ BEFORE_FIRST = -1
 THIS_VERSION = "1"
 _ROOT = f"ft_wrapper/{THIS_VERSION}"
 
-#: Register, the same in all versions of these names: which of them the store's job uses.
+#: Register: version of the key names that the job uses. This key is the same in all versions.
 VERSION = "ft_wrapper/version"
-#: What all keys begin with that only wake somebody.
+#: Prefix of all notification keys.
 WAKE = f"{_ROOT}/wake/"
 LIFE = f"{_ROOT}/life"
 HEAD = f"{_ROOT}/head"
 GOODBYES = f"{_ROOT}/goodbyes"
-#: The most active ranks that any iteration had: with fewer, the job is degraded. A hint.
+#: The most active ranks of any iteration so far; with fewer the job is degraded. A hint.
 ACTIVE_TARGET = f"{_ROOT}/wanted"
-#: How many CUDA devices a process sees that uses its own. A hint.
+#: Number of CUDA devices that are visible to a process that uses its own device. A hint.
 CUDA = f"{_ROOT}/cuda"
-#: The last iteration that was on for a while. A hint.
+#: The last iteration that ran for a few join windows. A hint.
 SETTLED = f"{_ROOT}/settled"
 
 
 def _key(kind: str) -> Callable[..., str]:
-    """The keys of a kind, by what there is several of."""
+    """Keys of one kind, by what distinguishes them."""
     return lambda *which: "/".join((_ROOT, kind, *map(str, which)))
 
 
-# Register, by call: function and settings of a wrapped call, on which all ranks have to agree.
+# Register, by call: function and settings of the wrapped call, which must be the same on all ranks.
 terms = _key("terms")
-# Counter, by slot: how many processes have held it.
+# Counter, by slot: number of processes that have held the slot.
 incarnations = _key("incarnations")
-# Record of a member, for people: host, pid.
+# By member: its `MemberRecord`.
 member = _key("member")
-# Counter that a heart keeps moving, by its name: a member's own, or one that all on a node share.
+# Counter or lease, by name of the heartbeat: a member's own, or one that all members on a node share.
 heartbeat = _key("heartbeat")
-# A part of a barrier or exchange, by its name: ``arrived``, ``count``, ``wake``, ``result/…``.
+# A part of a barrier or exchange, by name and part: ``arrived``, ``count``, ``wake``, ``result/…``.
 barrier = _key("barrier")
-# Register, by folder: what the job calls itself in a folder of checkpoints.
+# Register, by folder of checkpoints: the job's name in that folder.
 checkpoints = _key("checkpoints")
-# Set once a member needs the store no more.
+# Notification key, by member: the member no longer needs the store.
 wake_goodbye = _key("wake/goodbye")
-# Register, for people, only ever raised, by slot: the last iteration that was recorded for it.
+# Register, by slot, for people: the highest iteration that was recorded for the slot.
 last_iteration = _key("last_iteration")
 
 
 def live(name: str) -> str:
-    """Register: the last recovery of a live state that was sealed, and the one that began its history."""
+    """Register: the last sealed recovery of a live state, and the recovery that began its history."""
     return f"{_ROOT}/live/{name}/sealed"
 
 
 def shared_heart(nonce: str) -> str:
-    """The name of a heart that several members share."""
+    """The name of a heartbeat that several members share."""
     return f"shared-{nonce}"
 
 
-# Keys of one iteration, all made by one function: so `iteration_of` knows each, and each is deleted in time.
+# Keys of one iteration. One function makes them all, so `iteration_of` knows every kind, and all are deleted.
 
 _kinds: list[str] = []
 
 
 def _of_iteration(kind: str) -> Callable[..., str]:
-    """The keys of a kind, by the number of the iteration, and by what else there is several of."""
+    """Keys of one kind, by number of the iteration, then by what else distinguishes them."""
     _kinds.append(kind)
     return _key(kind)
 
 
-# By its nonce: what changed from n-1 to n. Immutable, written before head moves.
+# By nonce: a proposal for n. Immutable, written before head moves.
 decision = _of_iteration("decision")
-# By the same: all members of n.
+# By nonce: all members of n.
 roster = _of_iteration("roster")
-# Register, by an active rank: the member that holds it in n.
+# Register, by active rank: the member that holds the rank in n.
 seat = _of_iteration("seat")
-# Register: absent, ``fault`` or ``done``. The first one wins.
+# Register: the outcome, ``fault`` or ``done``; absent while n runs. The first value written stays.
 end = _of_iteration("end")
-# Record: where ``torch.distributed`` meets, and the sizes that the rank assignment gave; rank 0 tells it.
+# The endpoint of ``torch.distributed``, and both world sizes of the rank assignment. Rank 0 writes it.
 meeting = _of_iteration("meeting")
-# Logs: members that have left the function, each with its rank; active ranks that have returned from it.
+# Log: members that have arrived, each with its rank and the world size.
 arrived = _of_iteration("arrived")
+# Log: active ranks that have returned from the function.
 finished = _of_iteration("finished")
-# Log: members that have ended, by evidence; marked if a replacement was announced.
+# Log: dead members, known by evidence, each with its mark: see `records.deaths_in`.
 dead = _of_iteration("dead")
-# Log: members that want into the iteration after this, each with the call that it comes for.
+# Log: joiners of the iteration after n, each with the call that it comes for.
 join = _of_iteration("join")
-# Log, for people: who, what, where.
+# Log of `Fault`, for people.
 faults = _of_iteration("faults")
-# Log: members that are about to enter, each with its active rank.
+# Log: members that are about to enter n, each with its active rank.
 entered = _of_iteration("entered")
-# Counts of arrivals and deaths, of ranks that finished, of active ranks that are about to enter the function.
+# Counts: of arrivals and deaths; of ranks that finished; of active ranks about to enter the function.
 count_gone = _of_iteration("count/gone")
 count_finished = _of_iteration("count/finished")
 count_entered = _of_iteration("count/entered")
-# Set once the iteration has ended, well or not.
+# Notification key: n has ended, by a fault or as done.
 wake_end = _of_iteration("wake/end")
-# Set once head has reached the iteration; says which head that is likely to be.
+# Notification key: head has reached n. Its value is the likely head.
 wake_head = _of_iteration("wake/head")
-# Set once that is written, to the same.
+# Notification key of ``meeting``, with the same value.
 wake_meeting = _of_iteration("wake/meeting")
-# Report of the restart that led to the iteration, for people; wakes who waits for it. Empty: there is none.
+# Notification key: the report, for people, of the restart that led to n. Empty if there is no report.
 restarted = _of_iteration("wake/restarted")
-# Prefix of the store that a user gets.
+# Prefix of the store that the wrapped function gets.
 iteration_prefix = _of_iteration("user")
 
 
-# What a key belongs to.
+# What a key belongs to
 
 
 def iteration_of(key: str) -> int | None:
@@ -122,7 +124,7 @@ def member_of(key: str) -> tuple[int, int] | None:
 
 
 def is_shared_heart(key: str) -> bool:
-    """Whether a key is a heart's that several members share."""
+    """Whether a key is that of a heartbeat that several members share."""
     return key.startswith(heartbeat(shared_heart("")))
 
 

@@ -1,4 +1,4 @@
-"""Watching the next members in the ring, so that a lost host or network is noticed."""
+"""Watching the next members in the ring, so that the loss of a host or network is noticed."""
 
 import enum
 from collections.abc import Collection, Iterator
@@ -8,13 +8,13 @@ from . import Agreement, keys
 from .records import FAULT, Fault, Head, Member, View
 from .silence import HeartbeatObserver
 
-_SOON = 8  # the part of the timeout for which a heart may stand still before those behind it are looked at
-_AHEAD = 8  # times as many as stand still are looked at behind them, that were not looked at before
+_SOON = 8  # once a heartbeat has stood still for this part of the timeout, members behind are looked at, too
+_AHEAD = 8  # new members that a look adds for each member that stands still
 _FIRST_TRY = 0.05  # seconds between tries to propose, once an iteration with a silent member has ended
 
 
 class Sight(enum.Flag):
-    """What a look takes in. Each is one request."""
+    """What a look reads. Each part is one request."""
 
     HEARTS = enum.auto()
     HEAD = enum.auto()
@@ -23,19 +23,19 @@ class Sight(enum.Flag):
 
 
 class NeighbourWatch:
-    """Watches the heart of the next member; of those behind it too while it stands still.
+    """Watches the heartbeat of the next member in the ring; while it stands still, also of members behind.
 
-    So a look costs one request, and of any number that are lost together the last is known to be silent soon
-    after the first: those who are looked at become more with every look.
+    So a look mostly costs one request. While members stand still, each look takes in more members, so if many
+    are lost together, the last one is known to be silent soon after the first.
 
     Args:
-        agreement: where the heartbeats are.
-        heart: the name of the heart of those that watch.
+        agreement: the protocol over the job's store.
+        heart: name of the watchers' heartbeat.
         timeout: seconds without a heartbeat after which a member is silent.
 
     Attributes:
-        doubts: whether a member stood still at the last look: then those behind it are looked at as well.
-        left_out: those without whom the others had gone on when this last looked at the head.
+        doubts: whether a member stood still at the last look, so that members behind it are looked at, too.
+        left_out: watchers that were not in the current iteration when head was last read.
     """
 
     def __init__(self, agreement: Agreement, heart: str, timeout: float) -> None:
@@ -43,13 +43,13 @@ class NeighbourWatch:
         self._heart = heart
         self._timeout = timeout
         self._observer = HeartbeatObserver(agreement.heartbeats, timeout)
-        self._head: Head | None = None  # as it was seen last
+        self._head: Head | None = None  # as last read
         self._roster: tuple[Head, frozenset[Member]] | None = None
         self._ring: tuple[Head, frozenset[Member], tuple[int, ...]] | None = None
-        self._spares: tuple[Head, set[Member]] | None = None  # silent ones that are known to be spares
+        self._spares: tuple[Head, set[Member]] | None = None  # silent members that are known to be spares
         self._suspicion: tuple[View, Member, frozenset[Member]] | None = None
-        self._ended: Head | None = None  # the iteration that this has ended for a member's silence
-        # Seconds to the next try; an ended iteration may stay for long between two calls.
+        self._ended: Head | None = None  # the iteration that this watch has ended for a member's silence
+        # Seconds to the next try; it grows, since between two calls an ended iteration may last for long.
         self._pause = _FIRST_TRY
         self.doubts = False
         self.left_out: frozenset[Member] = frozenset()
@@ -57,22 +57,22 @@ class NeighbourWatch:
     def look(self, view: View, watchers: Collection[Member], sight: Sight = Sight.ALL) -> frozenset[Member]:
         """Looks at the job; ends the iteration if an active member has fallen silent.
 
-        Once the iteration has ended, for whatever reason, goes on without all who are silent. Also passes on
-        the end of the iteration, should no one have woken those who wait for it, and ends it for a member
-        that was left out: what the others did may have been deleted since.
+        Once the iteration has ended for any reason, proposes the next one without the silent members. If it
+        has ended, wakes its waiters again, since nobody else may have. If a watcher was left out of the
+        current iteration, ends ``view`` for the watcher, since its old end may have been deleted.
 
         Args:
-            view: the iteration that is on.
-            watchers: who watches, as far as they are in it.
+            view: the watchers' iteration.
+            watchers: the members on whose behalf this watches.
             sight: what to look at.
 
         Returns:
-            The members that are silent in this observer's eyes.
+            The members that are silent, as far as this watch knows.
         """
         own = frozenset(watchers)
         if self._ended is not None and view.head != self._ended:
-            # One that is in again has left the function and arrived, whatever stops its heart: a restart for
-            # each timeout that it stays silent, not for each look.
+            # A silent member of the new iteration has arrived all the same, whatever stops its heartbeat. Its
+            # silence is measured anew: a restart for each timeout that it lasts, not for each look.
             self._observer.forget_all_but(())
             self._ended = None
         try:
@@ -89,18 +89,18 @@ class NeighbourWatch:
             raise
 
     def leave_out_suspects(self) -> float | None:
-        """Once an iteration with a silent member has ended, proposes the next one without it.
+        """Once an iteration with silent members has ended, proposes the next one without them.
 
-        So the restart does not wait for those who were silent before.
+        So the restart does not wait for members that were silent before.
 
         Returns:
-            Seconds until this is to be called again; None if there is nothing to do.
+            Seconds after which to call this again; None if there is nothing to do.
         """
         if self._suspicion is None:
             return None
         view, watcher, silent = self._suspicion
         store = self._agreement.store
-        # No wait: it would time out again and again for as long as a lost spare is in a healthy iteration.
+        # No wait, which would time out again and again while a lost spare is in a healthy iteration.
         if not store.check([store.wake_name(keys.wake_end(view.n))]):
             self._pause = _FIRST_TRY
             return None
@@ -119,7 +119,7 @@ class NeighbourWatch:
             self._agreement.ends.end_iteration(view.n, FAULT)
 
     def _listed(self, head: Head) -> frozenset[Member]:
-        """Who is in a head's iteration: read once."""
+        """The members of a head's iteration, read once for each head."""
         if self._roster is None or self._roster[0] != head:
             current = self._agreement.iterations.read_current()
             if current is None:
@@ -133,7 +133,7 @@ class NeighbourWatch:
             silent -= self._agreement.ends.deaths_of(view.n)
         self._suspicion = None
         if silent:
-            self._head = self._agreement.iterations.read_head()  # what was seen last may be long ago
+            self._head = self._agreement.iterations.read_head()  # the last read may be long ago
             if self._has_passed(view):
                 return frozenset()
             self._suspicion = view, min(own.intersection(view.members)), silent
@@ -144,8 +144,8 @@ class NeighbourWatch:
         return self._head is not None and self._head.n > view.n
 
     def _silent(self, view: View, own: frozenset[Member]) -> frozenset[Member]:
-        """Who of the others is silent, as far as these have to find out."""
-        read: dict[str, float] = {}  # for how long the hearts that this look has read stand still
+        """The silent members among those that the watchers have to look at."""
+        read: dict[str, float] = {}  # for each heartbeat read in this look, the seconds it has stood still
         watched: list[Member] = []
         silent: list[Member] = []
         for start in self._starts(view, own):
@@ -156,7 +156,7 @@ class NeighbourWatch:
                     break
                 watched.append(peer)
                 if self._observer.heart_of(peer) == self._heart:
-                    continue  # it is not there any more, which is told by the one that knows
+                    continue  # a member of this node that is gone; its monitor reports that
                 new += is_new
                 stillness = self._observer.stillness(peer, read)
                 if stillness > (0.0 if still else self._timeout / _SOON):
@@ -170,7 +170,7 @@ class NeighbourWatch:
         return frozenset(silent)
 
     def _starts(self, view: View, own: frozenset[Member]) -> tuple[int, ...]:
-        """Where in the ring somebody stands behind whom others come; mostly a node's ranks stand in a row."""
+        """The places in the ring of watchers that no watcher follows; one if the watchers are in a row."""
         if self._ring is None or self._ring[:2] != (view.head, own):
             members = view.members
             starts = (
@@ -190,13 +190,13 @@ class NeighbourWatch:
             self._warn(f"slot {peer.slot}", "evicted")
             self._agreement.ends.log_fault(view.n, self._fault_of(peer, watcher))
         if active or outcome is not None:
-            # Also when it has ended already: its ender may have been lost before waking the others.
+            # Also if it has ended already: the process that ended it may have died before waking the others.
             self._agreement.ends.end_iteration(view.n, FAULT)
-            # Only an arrived member's proposal counts, so this does nothing until its rank has left too.
+            # Only arrived members may propose, so this does nothing until the watcher has arrived.
             self._agreement.iterations.advance(view, watcher, silent=silent)
 
     def _known_spares(self, view: View, watcher: Member, silent: frozenset[Member]) -> frozenset[Member]:
-        """Those of the silent that are spares for sure, by whom nothing ends."""
+        """The silent members that are spares for sure, whose silence does not end the iteration."""
         if self._spares is None or self._spares[0] != view.head:
             self._spares = view.head, set()
         known = self._spares[1]
@@ -216,6 +216,6 @@ class NeighbourWatch:
 
 
 def _behind(view: View, start: int) -> Iterator[Member]:
-    """The members behind a place in the ring, from the next one on."""
+    """The members after a place in the ring, the next one first."""
     size = len(view.members)
     return (view.members[(start + step) % size] for step in range(1, size))

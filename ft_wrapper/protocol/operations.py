@@ -1,4 +1,4 @@
-"""What the protocol asks of a store: steps, which a store makes of torch's operations or in a better way."""
+"""What the protocol asks of a store: steps, which a store maps to torch's operations or to its own."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -7,14 +7,14 @@ from typing import NamedTuple, Self
 from ..exception import StoreError
 from .seal import Seal, forged
 
-_SOMEBODY_ELSES = "surrogateescape"  # keeps bytes that are not UTF-8
+_LENIENT = "surrogateescape"  # an error handler that keeps bytes that are not UTF-8
 
 #: What `ReadHeartbeat` gives for an expired heartbeat. No count is negative.
 LAPSED = -1
 
 
 class Read(NamedTuple):
-    """Reads a key that is not waited for. Gives its value, None if it is absent."""
+    """Reads a key that nobody waits for. Gives its value; None if it is absent."""
 
     key: str
 
@@ -28,14 +28,14 @@ class ReadLog(NamedTuple):
 class ReadHeartbeat(NamedTuple):
     """Reads a heartbeat.
 
-    Gives a number that moves as long as heartbeats come; `LAPSED` once the last one has expired.
+    Gives a number that changes while heartbeats come; `LAPSED` once the last one has expired.
     """
 
     key: str
 
 
 class Heartbeat(NamedTuple):
-    """Beats under a key: counts it up, or renews a lease of some seconds. Gives None."""
+    """Sends a heartbeat: increments a counter, or renews a lease of ``lasts`` seconds. Gives None."""
 
     key: str
     lasts: float
@@ -48,34 +48,34 @@ class Write(NamedTuple):
 
 
 class Notify(NamedTuple):
-    """Writes a notification key, which wakes its waiters; a present one may stay as it is. Gives None."""
+    """Writes a notification key, which wakes its waiters; an old value may stay. Gives None."""
 
     key: str
     value: str
 
 
 class Append(NamedTuple):
-    """Appends an entry to a log: a line, or several that readers see together. Gives None."""
+    """Appends an entry to a log: one line, or several that readers see all at once. Gives None."""
 
     key: str
     entry: str
 
 
 class Count(NamedTuple):
-    """Increments a counter. Gives the count: a hint, since a lost answer may be counted twice."""
+    """Increments a counter. Gives the count: a hint, since after a lost answer it may count twice."""
 
     key: str
 
 
 class SetIfAbsent(NamedTuple):
-    """Writes a register if it is absent. Gives what it holds then."""
+    """Writes a register if it is absent. Gives its value afterwards."""
 
     key: str
     desired: str
 
 
 class CompareAndSet(NamedTuple):
-    """Writes a register if it holds the expected value (``""``: is absent). Gives what it holds then."""
+    """Writes a register if it has the expected value (``""``: is absent). Gives its value afterwards."""
 
     key: str
     expected: str
@@ -83,7 +83,7 @@ class CompareAndSet(NamedTuple):
 
 
 class Delete(NamedTuple):
-    """Deletes any number of keys that are no longer written. Gives None."""
+    """Deletes keys that nobody writes any longer. Gives None."""
 
     keys: tuple[str, ...]
 
@@ -104,7 +104,7 @@ def keys_of(step: Step) -> list[str]:
 
 
 def under(prefix: str, step: Step) -> Step:
-    """The same step on keys that have a prefix in front."""
+    """The same step on keys with a prefix."""
     match step:
         case Write(values):
             return Write({prefix + key: value for key, value in values.items()})
@@ -115,7 +115,7 @@ def under(prefix: str, step: Step) -> Step:
 
 
 def sealed(step: Step, seal: Seal) -> Step:
-    """The same step with what it writes sealed."""
+    """The same step with sealed values."""
     match step:
         case Append(key, text) | SetIfAbsent(key, text):
             return type(step)(key, seal.close(key, text))
@@ -130,34 +130,34 @@ def sealed(step: Step, seal: Seal) -> Step:
 
 
 class Operations:
-    """What the protocol asks of a store, and of the process that it is a client of: clocks, names, a log.
+    """What the protocol asks of a store, and of the client's process: clocks, unique names, a log.
 
-    `StoreMixin` makes it of torch's operations.
+    `StoreMixin` implements it by torch's operations.
     """
 
     patience: float
-    """Seconds for which an operation is tried again when the store cannot be reached; 0: it is not."""
+    """Seconds for which an operation is retried while the store cannot be reached; 0 for no retry."""
     nonces: Iterator[str]
-    """Names that no other proposal has."""
+    """Unique names for proposals."""
     seal: Seal | None = None
-    """Seals what steps write, and opens what they read; torch's operations go as they are. None: nothing."""
+    """Seals and checks the values of steps, but not those of torch's operations; None for no seals."""
 
     emit: Callable[..., None]
-    """Writes an event, by its name and with fields; see `ft_wrapper.events`."""
+    """Writes an event, by name and with fields; see `ft_wrapper.events`."""
     warn: Callable[[str], None]
     """Logs a line for people."""
 
     def execute(self, steps: Sequence[Step]) -> list[str | None]:
-        """Carries out several operations: one after the other, or all at once where a store can.
+        """Carries out steps: one after the other, or all at once on a store that can do so.
 
-        If an answer is lost they are carried out again, and the first try may come late. So they are for
-        logs, counts and registers, and for keys that all who write them write the same.
+        If an answer is lost, the steps are carried out again, and the first try may take effect late. So
+        steps are for logs, counts and registers, and for keys to which all writers write the same value.
 
         Returns:
-            What each of them gives.
+            What each step gives.
 
         Raises:
-            StoreError: what a key holds is no text; names the key.
+            StoreError: the value of a key is no text; names the key.
         """
         raise NotImplementedError
 
@@ -165,12 +165,12 @@ class Operations:
         """Waits until a notification key is written.
 
         Returns:
-            Its value if the store knows it without another request, else ``""``; None after the timeout.
+            The key's value if the store knows it without another request, else ``""``; None at the timeout.
         """
         raise NotImplementedError
 
     def wake_name(self, key: str) -> str:
-        """The name of a notification key in the store; with a seal nobody else can guess it."""
+        """The name of a notification key in the store; with a seal, a name that outsiders cannot guess."""
         return key if self.seal is None else self.seal.name(key)
 
     def add(self, key: str, amount: int) -> int:
@@ -182,19 +182,19 @@ class Operations:
         raise NotImplementedError
 
     def check(self, keys: list[str]) -> bool:
-        """Tells whether all keys exist."""
+        """Whether all keys exist."""
         raise NotImplementedError
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Writes a key and wakes those who wait for it."""
+        """Writes a key and wakes its waiters."""
         raise NotImplementedError
 
     def delete_key(self, key: str) -> bool:
-        """Deletes a key; tells whether it existed."""
+        """Deletes a key; returns whether it existed."""
         raise NotImplementedError
 
     def list_keys(self) -> list[str]:
-        """Names of all keys, for cleaning up; none where a store cannot tell."""
+        """Names of all keys, for cleaning up; none if the store cannot list them."""
         raise NotImplementedError
 
     def now(self) -> float:
@@ -202,23 +202,23 @@ class Operations:
         raise NotImplementedError
 
     def wall_clock(self) -> float:
-        """Seconds since the epoch, which the clocks of several hosts agree on, more or less."""
+        """Seconds since the epoch; the clocks of several hosts agree on it more or less."""
         raise NotImplementedError
 
     def host_and_pid(self) -> tuple[str, int]:
-        """Where this process runs, and which one it is."""
+        """The host and pid of this process."""
         raise NotImplementedError
 
     def is_over(self) -> bool:
-        """Whether waiting on this store has lost its point: its iteration has ended. Never, by default."""
+        """Whether the store's iteration has ended, so that waiting on it is pointless. False by default."""
         return False
 
     def clone(self) -> Self:
-        """Another client of the same store: one a thread, since a client serves one call at a time."""
+        """Another client of the same store. Each thread needs one: a client serves one call at a time."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Lets go of the connection. The default has none."""
+        """Closes the connection. By default there is none."""
 
 
 def read(store: Operations, key: str) -> str | None:
@@ -227,27 +227,27 @@ def read(store: Operations, key: str) -> str | None:
 
 
 def read_log(store: Operations, key: str) -> list[str]:
-    """Reads a log as it stands; an absent one is empty."""
+    """The entries of a log; none if the key is absent."""
     return (store.execute([ReadLog(key)])[0] or "").splitlines()
 
 
 def read_heartbeat(store: Operations, key: str) -> int:
-    """A number that moves as long as heartbeats come; `LAPSED` once the last one has expired."""
+    """A number that changes while heartbeats come; `LAPSED` once the last one has expired."""
     return int(store.execute([ReadHeartbeat(key)])[0] or 0)
 
 
 def append_counted(store: Operations, key: str, entry: str, count_key: str) -> int:
-    """Adds an entry to a log, then counts it; returns the count."""
+    """Appends an entry to a log, then counts it; returns the count."""
     return int(store.execute([Append(key, entry), Count(count_key)])[1] or 0)
 
 
 def write_text(store: Operations, key: str, text: str) -> None:
-    """Writes a key that no one waits for."""
+    """Writes a key that nobody waits for."""
     store.execute([Write({key: text})])
 
 
 def set_if_absent(store: Operations, key: str, value: str) -> str:
-    """Writes a register if it is absent; returns what it holds."""
+    """Writes a register if it is absent; returns its value afterwards."""
     (held,) = store.execute([SetIfAbsent(key, value)])
     if held is None:
         raise forged(key)  # overwritten twice
@@ -255,16 +255,20 @@ def set_if_absent(store: Operations, key: str, value: str) -> str:
 
 
 def to_text(value: bytes, key: str, is_ours: bool = True) -> str:
-    """Decodes what a key holds; an error names the key. What may be somebody else's is decoded anyhow.
+    """Decodes the value of a key; an error names the key.
 
-    `encoded` makes of it what it was, so that it can be written over.
+    Args:
+        value: the bytes in the store.
+        key: the key.
+        is_ours: False for bytes that may be another program's: they are decoded in any case, and `encoded`
+            turns the text into the same bytes again, so that a compare-and-set can replace them.
     """
     try:
-        return value.decode(errors="strict" if is_ours else _SOMEBODY_ELSES)
+        return value.decode(errors="strict" if is_ours else _LENIENT)
     except UnicodeDecodeError:
         raise StoreError(f"store key {key!r} holds {value!r}, which is no text") from None
 
 
 def encoded(value: str | bytes) -> bytes:
-    """Encodes what goes into a key, or what it is expected to hold."""
-    return value.encode(errors=_SOMEBODY_ELSES) if isinstance(value, str) else bytes(value)
+    """Encodes a value to write, or the expected value of a compare-and-set."""
+    return value.encode(errors=_LENIENT) if isinstance(value, str) else bytes(value)

@@ -1,8 +1,8 @@
-"""Seals: what tells the texts of the job's own processes from those of others who reach the store.
+"""Seals: signatures by which the job's processes know their own texts in a store that others reach.
 
 Each line is followed by an HMAC-SHA256 (RFC 2104), cut to 128 bits, of the key's name and the line, under the
-job's secret. So a text that is copied to another key is not taken there. One that is written back to its own
-key is: a seal does not tell old from new.
+job's secret. So a text that is copied to another key is not valid there. An old text that is written back to
+its own key is valid: a seal cannot distinguish old from new.
 """
 
 import hmac
@@ -15,24 +15,24 @@ _SIZE = 16  # bytes
 
 
 def forged(key: str) -> StoreError:
-    """The error for a key that the job has to write, or read, and somebody else has written."""
+    """The error for a key of the job that somebody else has written."""
     return StoreError(f"store key {key!r} was not written with the secret that this process has")
 
 
 class Seal:
-    """Seals texts, and opens them.
+    """Seals texts, and checks seals.
 
     Args:
-        secret: of the job; None to open texts unseen, where nothing follows from them but what is shown.
-        store: which store it is for: a text of another one's is not taken.
-        on_forged: told the key of a text that is not sealed with this secret, once for each key.
+        secret: the job's secret; None to read texts unchecked, for tools that only show them.
+        store: name of the store; texts sealed for another store are not valid.
+        on_forged: called with the key of a text that is not sealed with this secret, once for each key.
     """
 
     def __init__(
         self, secret: bytes | None, store: str = "", on_forged: Callable[[str], None] = lambda key: None
     ) -> None:
         self._mac = None
-        if secret is not None:  # `sign` copies it: half the cost of a new one
+        if secret is not None:  # `sign` copies this HMAC, at half the cost of a new one
             self._mac = hmac.new(hmac.digest(secret, store.encode(), "sha256"), digestmod="sha256")
         self._on_forged = on_forged
         self._last: dict[str, str] = {}
@@ -42,7 +42,7 @@ class Seal:
         """Signs bytes.
 
         Args:
-            what: names what they are, so that they are taken for nothing else.
+            what: name of their kind, so that the signature is not valid for other kinds.
             said: the bytes.
 
         Returns:
@@ -61,15 +61,15 @@ class Seal:
         return mac.digest()[:_SIZE]
 
     def close(self, key: str, text: str) -> str:
-        """A text as it goes into a key."""
+        """Adds a seal to each line of a text that is written to a key."""
         return "\n".join([f"{line} {self.sign(key, line.encode()).hex()}" for line in text.split("\n")])
 
     def name(self, key: str) -> str:
-        """A name for a key that others do not know, as long as no one has written it."""
+        """A name for a key that outsiders do not know until the key is written."""
         return key if self._mac is None else f"{key}/{self.sign('name', key.encode()).hex()}"
 
     def check(self, key: str, held: str) -> str | None:
-        """The job's own lines in what a key holds; None if there are none."""
+        """The job's own lines in the value of a key; None if there are none."""
         own, lines = [], held.encode(errors="surrogateescape").rstrip(b"\n").split(b"\n")
         for each in lines:
             line, _, signed = each.rpartition(b" ")
@@ -81,7 +81,7 @@ class Seal:
         return b"\n".join(own).decode(errors="surrogateescape") if own else None
 
     def latest(self, key: str, text: str | None) -> str | None:
-        """The text that `check` gave; if None, the last valid one of a key that outlives iterations."""
+        """The text that `check` returned; if None, the last valid text of a key that outlives iterations."""
         if text is not None and keys.iteration_of(key) is None:
             self._last[key] = text
         return self._last.get(key) if text is None else text

@@ -1,7 +1,7 @@
-"""Signs of life, and for how long an observer has seen none.
+"""Heartbeats, and for how long an observer has seen none.
 
-Heartbeats are counters or leases, observed on the observer's own clock: no times of two hosts are compared.
-Silence is suspicion. Only the log of deaths is evidence.
+Heartbeats are counters or leases, and silence is measured on the observer's own clock: no times of two hosts
+are compared. Silence is suspicion. Only the log of deaths is evidence.
 """
 
 from collections.abc import Callable, Hashable, Iterable
@@ -17,76 +17,76 @@ _LASTS = Limits.heartbeat_timeout / 2
 
 
 def beat_lasts(timeout: float, interval: float) -> float:
-    """For how long a sign of life should hold where it is a lease.
+    """How many seconds a heartbeat lasts where it is a lease.
 
-    Half of the timeout, which is what `CounterObserver` takes the silence for when it lapses. But never less
-    than it takes until the next one.
+    That is half of the timeout, as `CounterObserver` assumes when a lease expires; but always longer than the
+    interval.
 
     Args:
-        timeout: seconds after which a member that gives none is silent.
-        interval: seconds between two of them.
+        timeout: seconds without a heartbeat after which a member is silent.
+        interval: seconds between two heartbeats.
     """
     return max(timeout / 2, 1.5 * interval)
 
 
 class Heartbeats:
-    """Signs of life. What beats for a member is a heart: its own, or one that all members on its node share.
+    """Heartbeats in a store. A member has its own, or shares one with all members on its node.
 
     Args:
-        store: where.
+        store: a client of the job's store.
     """
 
     def __init__(self, store: Operations) -> None:
         self.store = store
 
     def beat_heart(self, heart: str, lasts: float = _LASTS) -> None:
-        """Says that all members live whose heart this is.
+        """Sends a heartbeat: the members that use it live.
 
         Args:
-            heart: its name; a member's own has the member's.
-            lasts: for how long this holds where it is a lease: see `beat_lasts`.
+            heart: name of the heartbeat; a member's own has the member's name.
+            lasts: seconds for which the heartbeat lasts where it is a lease; see `beat_lasts`.
         """
         self.store.execute([Heartbeat(keys.heartbeat(heart), lasts)])
 
     def heart_of(self, member: Member) -> str:
-        """The name of the heart that beats for a member, as its record says; its own one without a record."""
+        """The name of a member's heartbeat, by its record; its own one if the record is gone."""
         return record_of(self.store, member).heart or str(member)
 
     def get_heartbeat(self, member: Member) -> int:
-        """A number that moves as long as a member's heart beats; see `ReadHeartbeat`."""
+        """A number that changes while a member's heartbeats come; see `ReadHeartbeat`."""
         return self.count_of(self.heart_of(member))
 
     def count_of(self, heart: str) -> int:
-        """A number that moves as long as a heart beats; see `ReadHeartbeat`."""
+        """A number that changes while heartbeats of this name come; see `ReadHeartbeat`."""
         return operations.read_heartbeat(self.store, keys.heartbeat(heart))
 
 
 class CounterObserver(Generic[K]):
-    """Watches counters, or leases, and says for how long there has been no sign of life.
+    """Watches heartbeats, which are counters or leases, and measures for how long each stands still.
 
-    Standing still counts only between two reads that the store answered: a failed read forgets what was seen,
-    so an outage of the store silences no one. And of the time between two reads no more than half of the
-    timeout counts: where the observer was stopped for longer, or had to wait for the store, so may all others
-    have been, and a moment later they are heard again.
+    Only the time between two reads that the store answered counts. A failed read forgets all observations, so
+    an outage of the store makes nobody silent. The time between two reads counts as half of the timeout at
+    most: if the observer was stopped for longer, or waited for the store, all others may have done the same,
+    and may send heartbeats a moment later.
 
-    A number that has lapsed was a lease, and no sign of life has come for the time of that: it counts as half
-    of the timeout. So a member that has lost its lease by mistake has the other half to come back.
+    A lease that has expired counts as half of the timeout, which is about how long it lasts. So a member that
+    has lost its lease by mistake has the other half to come back.
 
     Args:
-        read: reads the counter of a member; see `ReadHeartbeat`.
+        read: reads a heartbeat; see `ReadHeartbeat`.
         now: the observer's own clock, in seconds.
-        timeout: seconds after which a member whose counter stands still is silent.
+        timeout: seconds for which a heartbeat has to stand still until its member is silent.
     """
 
     def __init__(self, read: Callable[[K], int], now: Callable[[], float], timeout: float) -> None:
         self._read = read
         self._now = now
         self._timeout = timeout
-        # The counter, when it was read last, and for how long it has stood still by then.
+        # The value, when it was last read, and for how long it had stood still by then.
         self._seen: dict[K, tuple[int, float, float]] = {}
 
     def stillness(self, one: K) -> float:
-        """Reads a member's counter; seconds for which this observer has seen it stand still.
+        """Reads a heartbeat; returns the seconds for which this observer has seen it stand still.
 
         Raises:
             Exception: whatever the store raised; all earlier observations are forgotten then.
@@ -108,19 +108,19 @@ class CounterObserver(Generic[K]):
         return still
 
     def forget_all_but(self, watched: Iterable[K]) -> None:
-        """Drops what was seen of those that are no longer watched."""
+        """Forgets the observations of heartbeats that are no longer watched."""
         keep = set(watched)
         self._seen = {one: seen for one, seen in self._seen.items() if one in keep}
 
 
 class HeartbeatObserver:
-    """Watches the hearts of members: each heart once, and where it stands still, all whose heart it is.
+    """Watches the heartbeats of members; a shared heartbeat is read once for all its members.
 
-    Which heart a member has is read once, and again before the member counts as silent: it has another one
-    when something else watches it.
+    The name of a member's heartbeat is read once, and again before the member counts as silent: the name
+    changes when another monitor takes the member over.
 
     Args:
-        heartbeats: what to read.
+        heartbeats: the heartbeats in the store.
         timeout: seconds without a heartbeat after which a member is silent.
     """
 
@@ -133,7 +133,7 @@ class HeartbeatObserver:
         )
 
     def silent(self, watched: Iterable[Member]) -> frozenset[Member]:
-        """Reads the hearts of members, and returns those whose hearts have stood still for the timeout.
+        """Reads the heartbeats of members; returns the members whose heartbeats stood still for the timeout.
 
         Raises:
             Exception: whatever the store raised; all earlier observations are forgotten then.
@@ -142,11 +142,11 @@ class HeartbeatObserver:
         return frozenset(one for one in watched if self.stillness(one, read) >= self._timeout)
 
     def stillness(self, member: Member, read: dict[str, float] | None = None) -> float:
-        """Seconds for which this observer has seen a member's heart stand still.
+        """Seconds for which this observer has seen a member's heartbeat stand still.
 
         Args:
-            member: who.
-            read: the stillness of hearts that were read just now; this one's is added. None for none.
+            member: the member.
+            read: stillness of heartbeats that were read in this look, by name; this one is added.
         """
         read = {} if read is None else read
         still = self._stillness_of(self.heart_of(member), read)
@@ -156,7 +156,7 @@ class HeartbeatObserver:
         return still
 
     def heart_of(self, member: Member) -> str:
-        """The name of a member's heart, as it was when it was read last."""
+        """The name of a member's heartbeat, as last read."""
         if member not in self._hearts:
             try:
                 self._hearts[member] = self._heartbeats.heart_of(member)
@@ -166,11 +166,11 @@ class HeartbeatObserver:
         return self._hearts[member]
 
     def knows(self, member: Member) -> bool:
-        """Whether this has looked at a member before, and not forgotten it."""
+        """Whether this observer has looked at a member, and not forgotten it."""
         return member in self._hearts
 
     def forget_all_but(self, watched: Iterable[Member]) -> None:
-        """Drops what was seen of those that are no longer watched."""
+        """Forgets the observations of members that are no longer watched."""
         keep = set(watched)
         self._hearts = {member: heart for member, heart in self._hearts.items() if member in keep}
         self._counters.forget_all_but(self._hearts.values())

@@ -1,4 +1,4 @@
-"""Waiting for a key that may never be written: looks at growing intervals, by few members at a time."""
+"""Waiting for a key that may never be written: looks at growing intervals, by a few members at a time."""
 
 import dataclasses
 import itertools
@@ -10,9 +10,9 @@ FIRST_LOOK = 0.5  # seconds
 LONGEST_LOOK = 8.0
 _STAGGER = 0.05  # seconds between one member's look and the next one's
 _LAST_STAGGER = 2.0
-_CHECKERS = 16  # members that look who is missing
-_LOOKS_OF_FEW = 4  # looks after which more of them do
-LOOKS_BETWEEN_CALLS = _LOOKS_OF_FEW + 3  # a wait between two calls may be long: no more of them than by then
+_CHECKERS = 16  # members that read the log of arrivals on behalf of all
+_LOOKS_OF_FEW = 4  # looks after which more members read it
+LOOKS_BETWEEN_CALLS = _LOOKS_OF_FEW + 3  # a wait between two calls may be long: no more readers after this
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,10 +20,10 @@ class Moment:
     """A moment to look at the store.
 
     Args:
-        number: how many were before it.
+        number: number of the look, from 0.
         waited: seconds since the wait began.
         is_last: whether the timeout has passed.
-        value: what the wake key holds; empty if the store does not tell that; None if it is absent.
+        value: value of the notification key; empty if the store gives no value; None if the key is absent.
     """
 
     number: int
@@ -41,14 +41,14 @@ def looks(
     longest: float = LONGEST_LOOK,
     also_after: float = 0.0,
 ) -> Iterator[Moment]:
-    """Looks once the wake key is written, at growing intervals without it, and at the timeout: at least once.
+    """Looks when the notification key is written, at growing intervals before that, and at the timeout.
 
     Args:
-        store: where.
-        wake: a notification key.
+        store: a client of the job's store.
+        wake: the notification key.
         timeout: seconds until the last look.
-        first: seconds until the first one.
-        longest: seconds between two looks at most.
+        first: seconds until the first look.
+        longest: longest time between two looks, in seconds.
         also_after: seconds after which there is a look in any case.
     """
     start, pause = store.now(), first
@@ -65,15 +65,15 @@ def looks(
 
 
 def stagger(position: int) -> float:
-    """Seconds by which a member looks later than the first of those who wait."""
+    """Seconds by which a member looks later than the first of the waiting members."""
     return min(position * _STAGGER, _LAST_STAGGER)
 
 
 def is_checker(position: int, size: int, look: int = 0) -> bool:
-    """Whether a waiting member reads who is missing, which costs O(size), at one of its looks.
+    """Whether a waiting member reads the log of arrivals, which costs O(size), at one of its looks.
 
-    A few members check on behalf of all, spread over the world, so that a straggler does not cost O(size²).
-    Should none of them be left, they become twice as many with every look.
+    A few members, spread over the world, read the log on behalf of all, so that a straggler does not cost
+    O(size²). In case none of the few is left, their number doubles with each later look.
     """
     stride = max(1, size // _CHECKERS) >> max(0, look - _LOOKS_OF_FEW)
     return position % max(1, stride) == 0

@@ -1,7 +1,7 @@
 """Where newcomers get their places: a pure function, so that it can be read and tested by itself.
 
-Who joins in this very decision is cold: it has no device context, and has imported little. Who stays is warm.
-So a lost active rank's place goes to a waiting spare first, and the newcomer is the next spare.
+A newcomer of this decision is cold: it has no device context, and has imported little. A member that stays is
+warm. So a lost active rank's place goes to a waiting spare first, and the newcomer becomes the next spare.
 """
 
 import dataclasses
@@ -16,10 +16,10 @@ class WidenedWorld:
 
     Args:
         size: number of places.
-        gaps: the places that no one has.
-        moved: the spares that take lost active ranks' places.
-        joined_ranks: the place of each newcomer, then of each of these, in their order.
-        inserted: those of these places that did not exist before.
+        gaps: places that nobody has.
+        moved: spares that take places of lost active ranks.
+        joined_ranks: the place of each newcomer, then of each spare in ``moved``.
+        inserted: places that did not exist before.
     """
 
     size: int
@@ -31,7 +31,7 @@ class WidenedWorld:
 
 @dataclasses.dataclass(eq=False)
 class _Place:
-    slot: int | None  # whose it was or is; None if that is not known
+    slot: int | None  # slot of the member that has, or had, the place; None if that is not known
     taken: bool
     new: bool = False
 
@@ -45,19 +45,19 @@ def widen(
     spares: Iterable[Member] = (),
     active: int = 0,
 ) -> WidenedWorld:
-    """Gives each newcomer its predecessor's place, or one of its own in the order of the slots.
+    """Gives each newcomer the place of its slot's last member, or a new place in the order of the slots.
 
-    Where spares step in, a newcomer whose place is taken gets the spare's, and one without a place comes
-    last: everyone else keeps its rank.
+    If spares move to lost active ranks, a newcomer whose place is taken gets the spare's old place, and a
+    newcomer without a place comes last. So all other members keep their ranks.
 
     Args:
         size: world size of the iteration that ended.
-        ranks: the ranks there, of all kept members and of those others whose rank is known.
-        kept: the members that stay.
-        removed: the members that do not.
-        newcomers: the members that join, by slot.
-        spares: the kept members that step in, where places of active ranks are lost.
-        active: so many places from the first one on are those of active ranks.
+        ranks: ranks in that iteration: of all kept members, and of removed members whose rank is known.
+        kept: members that stay.
+        removed: members that do not stay.
+        newcomers: members that join, by slot.
+        spares: kept members that move to places of lost active ranks.
+        active: number of active ranks, whose places are the first ones.
     """
     places = [_Place(None, taken=False) for _ in range(size)]
     for member in kept:
@@ -72,12 +72,12 @@ def widen(
     for slot in unknown:
         _guess_place(slot, places)
     back = {member.slot for member in newcomers}
-    # First the places that no newcomer comes back to.
+    # Spares take places without a returning slot first.
     lost = sorted((one for one in places[:active] if not one.taken), key=lambda one: one.slot in back)
     taken_over = dict(zip(sorted(spares, key=ranks.__getitem__), lost, strict=False))
     for spare, place in taken_over.items():
         left = places[ranks[spare]]
-        # With the places their slots are exchanged: who comes back to the lost one finds the spare's.
+        # The places exchange their slots, so a newcomer of the lost slot gets the spare's old place.
         left.slot, left.taken, place.slot, place.taken = place.slot, False, spare.slot, True
     joined = [_place_of(member.slot, places, is_last=bool(taken_over)) for member in newcomers]
     numbers = {id(place): number for number, place in enumerate(places)}
@@ -91,7 +91,7 @@ def widen(
 
 
 def _guess_place(slot: int, places: list[_Place]) -> None:
-    """Finds the place of one that died without a word: most assignments keep the slots' order."""
+    """Guesses the place of a dead member with unknown rank: most assignments keep the order of slots."""
     free = [number for number, place in enumerate(places) if place.slot is None]
 
     def keeps_the_order(number: int) -> bool:
@@ -105,7 +105,7 @@ def _guess_place(slot: int, places: list[_Place]) -> None:
 
 
 def _place_of(slot: int, places: list[_Place], *, is_last: bool) -> _Place:
-    """Takes the place that the slot has, or puts a new one in: the last one, or that in the slots' order."""
+    """Takes the slot's free place, or inserts a new one: at the end, or in the order of the slots."""
     for place in places:
         if place.slot == slot and not place.taken:
             place.taken = True
