@@ -117,7 +117,7 @@ class HeartbeatObserver:
     """Watches the heartbeats of members; a shared heartbeat is read once for all its members.
 
     The name of a member's heartbeat is read once, and again before the member counts as silent: the name
-    changes when another monitor takes the member over.
+    changes when something else begins to watch the member's process.
 
     Args:
         heartbeats: the heartbeats in the store.

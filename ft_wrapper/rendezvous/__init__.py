@@ -1,11 +1,11 @@
-"""Which nodes take part in a job: they meet, agree on their members, notice lost ones.
+"""Which nodes take part in a job: they meet, agree on the members, and notice lost nodes.
 
-What agents use: `handler`, configured by `settings`, on one of the `backends`. Below: `record` (what the
-nodes agree on), `moves` and `operations` (all decisions, pure), `executor` and `register` (carry them out on
-a store), `presence` (heartbeats and watching). Beside: `workers` (their store), `drains`.
+Agents use `handler`, configured by `settings`, on one of the `backends`. Below: `record` (what the nodes
+agree on), `moves` and `operations` (all decisions, pure), `executor` and `register` (carry out decisions on a
+store), `presence` (heartbeats and watching). Beside: `workers` (the store of the workers), `drains`.
 
 Stock ``torchrun --rdzv-backend=ft`` finds `get_handler` by the entry point group ``torchrun.handlers``. It
-loads this while torch's own rendezvous is half imported, so nothing of that is imported here.
+loads this file while torch's own rendezvous is half imported, so nothing of torch's is imported here.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def get_handler() -> "Callable[[RendezvousParameters], RendezvousHandler]":
-    """What the entry point names: returns what makes a handler, see `handler.create_handler`."""
+    """The entry point: returns a function that makes a handler; see `handler.create_handler`."""
 
     def create(parameters: "RendezvousParameters") -> "RendezvousHandler":
         from .handler import create_handler

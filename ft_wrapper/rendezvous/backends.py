@@ -1,6 +1,6 @@
 """Where the record is kept: on a TCPStore that a node hosts, or in etcd.
 
-Etcd outlives all nodes, so the workers' stores are there, too. Else a node hosts them: see `workers`.
+Etcd outlives all nodes, so the workers' stores are there, too. Otherwise a node hosts them: see `workers`.
 """
 
 import abc
@@ -25,12 +25,12 @@ log = logging.getLogger(__name__)
 DEFAULT_PORT = 29400
 #: On etcd: namespace of the record, below the job's prefix.
 RENDEZVOUS = "rendezvous/"
-_TAKEN = 5.0  # seconds to find out whether another node of this machine has the port
-_FIRST = 10.0  # seconds within which etcd has to answer at first
+_TAKEN = 5.0  # seconds to find out whether another node on this machine has the port
+_FIRST = 10.0  # seconds within which etcd has to answer the first request
 
 
 def workers_namespace(round_number: int) -> str:
-    """On etcd: namespace of the store in which the workers of a round agree, below the job's prefix."""
+    """On etcd: namespace of the store that the workers of a round use, below the job's prefix."""
     return f"workers/{round_number}/"
 
 
@@ -38,9 +38,9 @@ class Backend(abc.ABC):
     """Where the record is kept.
 
     Attributes:
-        name: what ``--rdzv-backend`` calls it.
-        is_host: whether the others lose the store when this node closes it.
-        hosts_workers: whether a node, that of group rank 0, has to host the workers' store.
+        name: its name for ``--rdzv-backend``.
+        is_host: whether the other nodes lose the store when this node closes it.
+        hosts_workers: whether the node of group rank 0 has to host the workers' store.
     """
 
     name: str
@@ -49,57 +49,57 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def connect(self) -> StoreMixin:
-        """Another client: each thread needs one of its own."""
+        """Another client; each thread needs its own."""
 
     @abc.abstractmethod
     def agents_store(self, prefix: str) -> Store:
-        """A store that the agents of a round share, through a client of its own.
+        """A new client of the store that the agents of a round share.
 
         Args:
-            prefix: in front of all keys.
+            prefix: prefix of all keys.
         """
 
     def workers_store(self, round_number: int) -> str:
-        """Address of the store in which a round's workers agree; empty where a node hosts it."""
+        """Address of the store that a round's workers use; empty if a node hosts it."""
         return ""
 
     def forget_workers_store(self, round_number: int) -> None:
-        """Deletes what the workers of an old round have left there, unless it went with a node."""
+        """Deletes the keys of an old round's workers, unless they ended with the node that hosted them."""
         return
 
     def leave(self, name: str, others: list[str]) -> None:
-        """The rendezvous is closed, and this node is done with the store; the last one tidies up.
+        """Marks that this node no longer needs the store of a closed rendezvous; the last node cleans up.
 
         Args:
-            name: of this node.
-            others: names of all others in the record.
+            name: name of this node.
+            others: names of all other nodes that use the store.
         """
         return
 
     @abc.abstractmethod
     def local_address(self) -> str:
-        """Where the other nodes reach this one."""
+        """The address at which other nodes reach this node."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Lets go of the store; ends it, if this node hosts it."""
+        """Closes the connection; ends the store if this node hosts it."""
 
 
 class TcpBackend(Backend):
     """Keeps the record on a TCPStore, which one of the nodes hosts.
 
-    As with torch's ``c10d``: the node that the endpoint names hosts the store, unless another one on the same
-    machine was first; ``is_host`` overrules that.
+    As with torch's ``c10d``, the node that the endpoint names hosts the store, unless another node on the
+    same machine was first. ``is_host`` overrules that.
 
     Args:
-        endpoint: ``host:port``; without a port, 29400; without anything, localhost.
-        is_host: whether this node hosts the store; found out from the endpoint when None.
-        read_timeout: seconds for which a store that does not answer is tried again.
-        name: what ``--rdzv-backend`` calls it.
+        endpoint: ``host:port``; the port defaults to 29400, the host to localhost.
+        is_host: whether this node hosts the store; derived from the endpoint when None.
+        read_timeout: seconds for which an operation is retried while the store does not answer.
+        name: its name for ``--rdzv-backend``.
 
     Raises:
-        RendezvousConnectionError: no one answers, or this node must host the store and the port is taken.
-        ValueError: the endpoint is none.
+        RendezvousConnectionError: nobody answers, or this node must host the store and the port is taken.
+        ValueError: the endpoint is malformed.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class TcpBackend(Backend):
                 f"--rdzv-endpoint {endpoint}: port 0 lets the host of the store take a free port, and this "
                 "node is not the host; name the host's port"
             )
-        # Another process listens here already: if that is another node, it answers at once.
+        # Another process has the port. If that process is a node's, it answers at once.
         seconds = min(read_timeout, _TAKEN) if may_host and not self.is_host else read_timeout
         try:
             self._store = TCPStore(self.host_name, self.port, timeout=timedelta(seconds=seconds))
@@ -177,18 +177,17 @@ class TcpBackend(Backend):
 
 
 class EtcdBackend(Backend):
-    """Keeps the record in etcd, under a prefix of the job's own, with a lease on all of it.
+    """Keeps the record in etcd, under a prefix of the job's own, with one lease on all keys.
 
     Args:
-        address: where.
-        read_timeout: seconds for which an etcd that does not answer is tried again.
-        name: what ``--rdzv-backend`` calls it.
+        address: address of the job's keys.
+        read_timeout: seconds for which an operation is retried while etcd does not answer.
+        name: its name for ``--rdzv-backend``.
 
     Raises:
         RendezvousConnectionError: etcd cannot be reached; with the reason.
-        RendezvousStateError: it refuses, or a library is missing, so trying again is of no use; with the
-            reason.
-        ValueError: the address cannot be right.
+        RendezvousStateError: etcd refuses, or a library is missing, so a retry is useless; with the reason.
+        ValueError: the address is malformed.
     """
 
     hosts_workers = False
@@ -205,7 +204,7 @@ class EtcdBackend(Backend):
         store.patience = read_timeout
         store.set_timeout(timedelta(seconds=read_timeout))
         self._store = store
-        # torch's side of a store finds the methods of its Python side only as long as that is alive.
+        # torch's C++ part of a store calls the Python part, which must stay alive for that.
         self._agents_stores: list[Store] = []
 
     def connect(self) -> StoreMixin:
@@ -224,12 +223,12 @@ class EtcdBackend(Backend):
 
     def local_address(self) -> str:
         hosts = [endpoint.host for endpoint in addresses.parse_endpoints(self._address.endpoints)]
-        # Where each node names its own member first, the others show that there are several nodes.
+        # Each node may name a member on localhost first; the other members show that there are several nodes.
         others = [host for host in hosts if not addresses.is_loopback(host)]
         return addresses.address_of_this_node([*others, *hosts][0])
 
     def leave(self, name: str, others: list[str]) -> None:
-        """The last one removes everything."""
+        """Marks that this node has left; the last node removes all keys."""
         store = self.connect()
         store.set(gone_key(name), "")
         if store.check([gone_key(other) for other in [name, *others]]):
@@ -241,11 +240,11 @@ class EtcdBackend(Backend):
 
 
 def make_backend(parameters: elastic.RendezvousParameters) -> Backend:
-    """Connects to where the record is kept.
+    """Connects to the store of the record.
 
     Raises:
-        ValueError: a parameter is wrong; names it and the way out.
-        RendezvousConnectionError: no one answers at the endpoint, or the port is taken.
+        ValueError: a parameter is wrong; names it and says what to do.
+        RendezvousConnectionError: nobody answers at the endpoint, or the port is taken.
     """
     name, seconds = parameters.backend, read_timeout(parameters)
     if name in ETCD_NAMES:

@@ -1,4 +1,4 @@
-"""Drains: which ranks are meant, whether enough would be left."""
+"""Drains: which ranks they are about, and whether enough would be left."""
 
 from collections.abc import Collection
 
@@ -10,21 +10,20 @@ from .record import Drain, Node, RendezvousRecord, RoundPolicy, Seat
 
 
 class TooFew(ValueError):
-    """A drain is refused, with how many would be left."""
+    """A drain is refused, since too few nodes or ranks would be left, or the job is over."""
 
 
 def find(record: RendezvousRecord, target: str, within: float, why: str = "") -> Drain:
-    """What is to be asked for.
+    """The drain of a node or slot.
 
     Args:
-        record: of the nodes.
-        target: a node's id, or a slot's number where no node has that id; ``node:ID`` and ``slot:N`` leave no
-            doubt.
-        within: seconds until ranks are ended that have not left.
-        why: for people.
+        record: the record of the nodes.
+        target: a node's id, or else a slot's number; ``node:ID`` and ``slot:N`` are unambiguous.
+        within: seconds after which ranks that have not left are ended.
+        why: the reason, for people.
 
     Raises:
-        ValueError: there is no such node or slot, or no rank on it; lists those that there are.
+        ValueError: there is no such node or slot, or no rank on it; lists nodes and slots.
     """
     kind, _, rest = target.partition(":")
     name = rest if kind in ("node", "slot") else target
@@ -44,13 +43,13 @@ def find(record: RendezvousRecord, target: str, within: float, why: str = "") ->
 def request(
     record: RendezvousRecord, asked: Drain, slots: Collection[int], min_world_size: int
 ) -> RendezvousRecord:
-    """The record with a drain in it.
+    """The record with another drain.
 
     Args:
-        record: of the nodes.
-        asked: the ranks.
-        slots: those of all ranks that live; empty if no wrapped job has formed.
-        min_world_size: so many ranks the job needs.
+        record: the record of the nodes.
+        asked: the drain.
+        slots: slots of all living ranks; empty if no wrapped job has formed.
+        min_world_size: fewest ranks that the job goes on with.
 
     Raises:
         TooFew: too few would be left, or the job is over.
@@ -74,13 +73,13 @@ def request(
 
 
 def living_slots(store: Operations) -> tuple[set[int], int]:
-    """The slots of all ranks that live, and how many ranks the job needs; none and 0 before it has formed.
+    """The slots of all living ranks, and the job's ``min_world_size``; none and 0 before it has formed.
 
     Args:
-        store: in which the ranks agree.
+        store: a client of the ranks' store.
 
     Raises:
-        StoreError: it cannot be read.
+        StoreError: the store cannot be read.
     """
     agreement = Agreement(store)
     view = agreement.iterations.read_current()
@@ -91,7 +90,7 @@ def living_slots(store: Operations) -> tuple[set[int], int]:
 
 
 def drained_slots(record: RendezvousRecord, asked: Drain) -> Collection[int]:
-    """The slots that a drain is about; none if its node is gone."""
+    """The slots of a drain; none if its node is gone."""
     seat = next((one for one in record.seats if one.occupant and one.occupant.name == asked.node), None)
     return () if seat is None else asked.slots or slots_of(seat)
 
@@ -102,7 +101,7 @@ def slots_of(seat: Seat) -> range:
 
 
 def _replacements(record: RendezvousRecord, leaving: Collection[str]) -> list[Node]:
-    """The spare nodes that take the seats of others that leave."""
+    """The spare nodes that will take the seats of leaving nodes."""
     found: list[Node] = []
     for seat in record.seats:
         if seat.occupant is None or seat.occupant.name not in leaving:

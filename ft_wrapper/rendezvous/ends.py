@@ -1,4 +1,4 @@
-"""How the ranks of each node have ended, in the store that the agents of a round share."""
+"""How the ranks of each node have ended: keys in the store that the agents of a round share."""
 
 from collections.abc import Iterable
 
@@ -19,6 +19,6 @@ def publish_end(agents: Store, node: Node, how: str) -> None:
 
 
 def published_ends(agents: Store, seats: Iterable[Seat]) -> dict[Seat, str]:
-    """How the ranks of each seat's last node have ended; empty if that is not published, or not known."""
+    """How the ranks of each seat's last node have ended; empty if that is not published or not known."""
     keys = {seat: f"end/{seat.last}" for seat in seats}
     return {seat: agents.get(key).decode() if agents.check([key]) else "" for seat, key in keys.items()}

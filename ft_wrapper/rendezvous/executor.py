@@ -1,4 +1,4 @@
-"""Carries out operations: asks for the next action, does it, writes the record back, waits for others."""
+"""Carries out operations: decides the next action, does it, writes the record, waits for other nodes."""
 
 import dataclasses
 import itertools
@@ -20,7 +20,7 @@ from .settings import RendezvousSettings
 
 log = logging.getLogger(__name__)
 
-#: Seconds after which a waiter reads the record itself, in case its wake-up was lost.
+#: Seconds after which a waiter reads the record itself, in case a notification was lost.
 REFRESH = 60.0
 
 Operation = Callable[[Context], Action]
@@ -30,12 +30,12 @@ class Executor:
     """Carries out the operations of one node. Not for several threads at once.
 
     Args:
-        node: whose operations.
-        register: the record, through a client that no one else uses.
+        node: the node.
+        register: the record, through a client that nobody else uses.
         settings: timeouts and options.
 
     Attributes:
-        was_spare: whether the node was a spare at any time of the last `join`.
+        was_spare: whether the node was a spare at any time during the last `join`.
     """
 
     def __init__(self, node: Node, register: RecordRegister, settings: RendezvousSettings) -> None:
@@ -55,21 +55,21 @@ class Executor:
         """Takes part in the next round, or in the running one under the policy ``rank``.
 
         Args:
-            leaving: the round that the node was in and leaves for that; None if it was in none.
+            leaving: the round that the node leaves; None if it was in none.
 
         Returns:
             The record in which this node has its seat.
 
         Raises:
             RendezvousClosedError: the rendezvous is closed.
-            RendezvousGracefulExitError: it is closed, and this node was a spare.
-            RendezvousTimeoutError: not enough nodes joined; with how many of how many, and which.
-            RendezvousError: the options differ from those of the others, or another agent has this node's id.
+            RendezvousGracefulExitError: the rendezvous is closed, and this node was a spare.
+            RendezvousTimeoutError: not enough nodes joined; names those that did.
+            RendezvousError: the options differ from other nodes', or another agent has this node's id.
         """
         return self._run(operations.join, self.settings.join_timeout, leaving)
 
     def exit(self) -> RendezvousRecord:
-        """Gives up the place that this node has or is about to get."""
+        """Gives up the place that this node has, or is about to get."""
         return self._run(operations.exit_, self.settings.close_timeout)
 
     def keep_alive(self) -> None:
@@ -77,7 +77,7 @@ class Executor:
         self.store.execute([Heartbeat(alive_key(self.node.name), self._beat_lasts)])
 
     def evict(self, silent: Collection[Node]) -> None:
-        """Takes silent nodes out, if this one may (`moves.may_evict`)."""
+        """Evicts silent nodes, if this node may (`moves.may_evict`)."""
         lost: tuple[Seat, ...] = ()
 
         def without(record: RendezvousRecord) -> RendezvousRecord:
@@ -91,10 +91,10 @@ class Executor:
             self.register.board.on_evicted(lost)
 
     def sweep(self) -> None:
-        """Does what a node that died may have left undone.
+        """Does what a dead node may have left undone.
 
-        That is a wake-up after a change, or taking the log into the record: as long as a node is in the log
-        only, no node watches it.
+        That is to notify the others of a change, and to take the log into the record: while a node is only in
+        the log, no node watches it.
         """
         record = self.register.read()
         self.register.pass_on(record.version)
@@ -105,7 +105,7 @@ class Executor:
             self.register.replace(record, after)
 
     def check(self, record: RendezvousRecord) -> None:
-        """Raises RendezvousError if this node does not belong to this record."""
+        """Raises RendezvousError if the node's options differ, or a newer agent has its id."""
         if differing := differences(record.options, self._options):
             raise elastic.RendezvousError(
                 f"node {self.node} was started with other options than the job at this endpoint: "
@@ -152,7 +152,7 @@ class Executor:
         now = self.store.now()
         context = dataclasses.replace(before, record=record, now=now, announced=self._announced)
         if before.place is NodePlace.SPARE and context.place is not NodePlace.SPARE:
-            context = dataclasses.replace(context, deadline=now + timeout)  # its turn begins only now
+            context = dataclasses.replace(context, deadline=now + timeout)  # a spare's time begins only now
         if not context.has_enough:
             return dataclasses.replace(context, enough_since=None)
         if before.enough_since is None or before.record.round != record.round:
@@ -172,19 +172,19 @@ class Executor:
             self._announce(context)
             return self.register.latest()
         after = context.record
-        if completes or context.is_announced:  # else its admission would get into the record later
+        if completes or context.is_announced:  # otherwise the admission would get into the record later
             after = moves.fold(after, self.register.admissions(after.epoch))
         if completes:
             after = moves.complete_round(after)
         if removes:
             after, _ = moves.remove_nodes(after, [self.node])
         if after == context.record:
-            # Another node may have taken the log into the record since that was read, and deleted it.
+            # Since the record was read, another node may have taken the log into it, and deleted the log.
             newest = self.register.read()
             won = newest == context.record
         else:
             newest, won = self.register.replace(context.record, after)
-        # The log is in the record. If this node is not, it was taken out and has to join again.
+        # The log is in the record. If this node is not, it was evicted and has to join again.
         if won and dataclasses.replace(context, record=newest).place is None:
             self._announced = None
         return newest
@@ -192,10 +192,10 @@ class Executor:
     def _announce(self, context: Context) -> None:
         record = context.record
         if record.complete and record.place_of(self.node) is None:
-            # If it was taken out, its heart may not have noticed yet that the store is back.
+            # The node was evicted. Its heart thread may not have noticed yet that the store is back.
             self.keep_alive()
         admission = Admission(self.node, context.leaving, digest(self._options))
-        # Noted before: a caller that is interrupted in between, and gives up, has an admission to take back.
+        # Set before the append: a caller that is interrupted meanwhile has an admission to take back.
         self._announced = Announced(record.epoch, record.folded + 1, self.store.now())
         number = self.register.announce(record.epoch, admission)
         self._announced = Announced(record.epoch, number, self.store.now())
@@ -216,7 +216,7 @@ class Executor:
                 f"node {self.node} waited {timeout:g} s for the end of round {record.round} of the "
                 f"rendezvous {self._run_id!r}; still in it: {names}"
             )
-        # This one has left already.
+        # This node has left the record already.
         came = [self.node, *(node for node in record.participants if node.id != self.node.id)]
         least = "at least " if record.min_nodes < record.max_nodes else ""
         out = ", ".join(f"node {one.node} ({one.reason})" for one in record.quarantine)
@@ -231,13 +231,13 @@ class Executor:
 
 
 def await_predecessor(register: RecordRegister, node_id: str, settings: RendezvousSettings) -> None:
-    """Waits until no agent that lives has this id, which a scheduler gave to the caller.
+    """Waits until no living agent has this id, which the caller has from a scheduler.
 
-    A scheduler gives it to the pod that replaces a lost one, and to a process of a second job step. There is
-    nothing to wait for if the agent has left, was found lost by the others, or ran here and has ended.
+    A scheduler gives the same id to a pod that replaces a lost one, and to a process of a second job step.
+    There is nothing to wait for if the old agent has left, was evicted, or ran here and has ended.
 
     Raises:
-        RendezvousError: an agent has the id and lives; names its address and the way out.
+        RendezvousError: a living agent has the id; names its address and says what to do.
         StoreError: the store does not answer.
     """
     store, limit = register.store, settings.keep_alive_timeout
@@ -261,17 +261,17 @@ def await_predecessor(register: RecordRegister, node_id: str, settings: Rendezvo
 
 
 def observer(store: Operations, timeout: float) -> CounterObserver[Node]:
-    """What watches the heartbeats of nodes."""
+    """An observer of nodes' heartbeats."""
     return CounterObserver(lambda node: read_heartbeat(store, alive_key(node.name)), store.now, timeout)
 
 
 def note_process(store: Operations, node: Node) -> None:
-    """Publishes which process a node's agent is, for a later agent with the same id."""
+    """Publishes the process of a node's agent, for a later agent with the same id."""
     write_text(store, process_key(node.id), f"{_place(node)} {os.getpid()}")
 
 
 def _place(node: Node) -> str:
-    """An agent, and where its pid is valid: on this host since its boot, in this pid namespace."""
+    """An agent's name, and where its pid is valid: on this host since its boot, in this pid namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{node.name} {boot} {os.readlink('/proc/self/ns/pid')}"
 
@@ -283,7 +283,7 @@ def _has_ended(node: Node, process: str) -> bool:
 
 
 def _missing(record: RendezvousRecord, came: list[Node]) -> str:
-    """Names the missing nodes, where ids are numbers."""
+    """Names the missing nodes, if ids are numbers."""
     known, ids = list(map(str, range(record.max_nodes))), {node.id for node in came}
     missing = ", ".join(number for number in known if number not in ids)
     return f"; missing: {missing}" if ids.issubset(known) else ""

@@ -1,4 +1,4 @@
-"""The handler that an agent uses, torch's own agents too: `FtRendezvousHandler`."""
+"""The handler that agents use, ours and torch's: `FtRendezvousHandler`."""
 
 import contextlib
 import logging
@@ -31,7 +31,7 @@ from .workers import WorkerStores
 
 log = logging.getLogger(__name__)
 
-# Seconds for which the host of the store waits for the others to see that the rendezvous is closed.
+# Seconds for which the host of the store waits until the other nodes have seen that the rendezvous is closed.
 _GOODBYE = 5.0
 _JOIN_THREAD = 5.0
 
@@ -39,18 +39,18 @@ _JOIN_THREAD = 5.0
 class FtRendezvousHandler(elastic.RendezvousHandler):
     """One node's part in the rendezvous.
 
-    It has two threads from the first `next_rendezvous` until `shutdown` or `leave`: one waits for changes of
-    the record, so that `num_nodes_waiting` and `is_closed` cost nothing; one sends the node's heartbeat.
+    It has two threads from the first `next_rendezvous` until `shutdown` or `leave`. One waits for changes of
+    the record, so that `num_nodes_waiting` and `is_closed` cost no request; one sends the node's heartbeat.
 
     Args:
         settings: timeouts and options.
-        identity: this node.
+        identity: this node, as configured.
         backend: where the record is kept; the handler closes it.
-        board: where the newest record will be, with the agent's callbacks.
+        board: holds the newest record and the agent's callbacks; a new board when None.
 
     Attributes:
-        node: this node; None before `begin`, or the first `next_rendezvous`.
-        joined: the record in which it was last given its seat; None before that.
+        node: this node; None before `begin` or the first `next_rendezvous`.
+        joined: the record in which the node last got its seat; None before that.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
     # What torch asks for ---------------------------------------------------------------------------------
 
     def get_backend(self) -> str:
-        """What ``--rdzv-backend`` calls it."""
+        """The backend's name for ``--rdzv-backend``."""
         return self._backend.name
 
     def get_run_id(self) -> str:
@@ -86,28 +86,28 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Whether the store at MASTER_ADDR and MASTER_PORT is there before the workers are. It always is."""
+        """Whether the store at MASTER_ADDR and MASTER_PORT is up before the workers start. It always is."""
         return True
 
     @property
     def was_spare(self) -> bool:
-        """Whether this node waited as a spare until it was given the seat of the last round."""
+        """Whether this node waited as a spare before it got its seat in the last round."""
         return self._presence is not None and self._presence.executor.was_spare
 
     def next_rendezvous(self) -> elastic.RendezvousInfo:
-        """Takes part in the next round; in the running one under the policy ``rank``.
+        """Takes part in the next round, or in the running one under the policy ``rank``.
 
         Returns:
-            Group rank and size, a store for the agents of the round, and the address of a fresh one for its
+            Group rank and size, a store for the agents of the round, and the address of a fresh store for its
             workers.
 
         Raises:
             RendezvousClosedError: the rendezvous is closed.
-            RendezvousGracefulExitError: it is closed, and this node was a spare.
-            RendezvousTimeoutError: not enough nodes joined; with how many of how many, and which.
+            RendezvousGracefulExitError: the rendezvous is closed, and this node was a spare.
+            RendezvousTimeoutError: not enough nodes joined; names those that did.
             RendezvousConnectionError: the store is lost.
             RendezvousStateError: the record cannot be read.
-            RendezvousError: the options differ from the others', or another agent has this node's id.
+            RendezvousError: the options differ from other nodes', or another agent has this node's id.
         """
         with store_errors():
             presence = self.begin()
@@ -123,7 +123,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
                     return info
 
     def is_closed(self) -> bool:
-        """Whether the rendezvous is closed. From memory once this node has taken part."""
+        """Whether the rendezvous is closed. Answers from memory once this node has taken part."""
         record = self.record
         if record is None:
             return self.refresh().closed
@@ -132,11 +132,11 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
         return record.closed
 
     def set_closed(self, reason: str = "", result: str = "") -> None:
-        """Closes the rendezvous for all nodes. The first reason and result count.
+        """Closes the rendezvous for all nodes. The first reason and result are kept.
 
         Args:
-            reason: why, for their agents; empty if the ranks came to their own end.
-            result: how the job has ended, for their agents.
+            reason: why it is closed, for the agents; empty if the ranks came to their own end.
+            result: how the job has ended, for the agents.
         """
 
         def close() -> None:
@@ -146,16 +146,16 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
                 self._board.lose(error)
 
         if not self._board.is_closed:
-            # Not in this thread: where another node closes it too, and hosts the store, that may be gone
-            # before this client has its answer.
+            # Not in this thread: if another node closes the rendezvous too, and hosts the store, the store
+            # may be gone before this client gets its answer.
             in_background("closing the rendezvous", close)
         while not self._board.is_closed:
             self._board.wait(-1 if self.record is None else self.record.version)
 
     def num_nodes_waiting(self) -> int:
-        """How many nodes wait for the next round. From memory.
+        """How many nodes wait for the next round. Answers from memory.
 
-        A node that was taken out of the round it believes to be in counts itself: it has to join again.
+        A node that was evicted from its round counts itself, since it has to join again.
 
         Raises:
             RendezvousConnectionError: the store is lost.
@@ -167,15 +167,15 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
         return operations.nodes_waiting(record, node, self.joined.round)
 
     def shutdown(self, result: str = "") -> bool:
-        """Ends this node's part; and closes the rendezvous if the node takes part at this time.
+        """Ends this node's part, and closes the rendezvous if the node takes part at this time.
 
-        A node that was never given a round, or was taken out, only leaves: it must not end the others' job.
+        A node that was never in a round, or was evicted, only leaves: it must not end the others' job.
 
         Args:
-            result: how the job has ended, for the agents that come late.
+            result: how the job has ended, for agents that come late.
 
         Returns:
-            Whether the others were notified.
+            Whether the other nodes were notified.
         """
         record, node = self.record, self.node
         takes_part = record is not None and node is not None and record.place_of(node) is not None
@@ -183,7 +183,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
             if self.joined is not None and takes_part:
                 self.set_closed(result=result)
             if self._board.is_closed:
-                if self._backend.is_host:  # it stays until the others have seen that
+                if self._backend.is_host:  # the store stays until the others have seen the end
                     self._await_goodbyes()
             else:
                 self.leave()
@@ -198,14 +198,14 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
 
     @store_errors()
     def begin(self) -> Presence:
-        """Connects, and asks for no place yet; `next_rendezvous` does both. Again without harm.
+        """Connects without asking for a place; `next_rendezvous` does both. A second call does nothing.
 
         Returns:
-            What keeps this node in, or out.
+            The node's presence: its heartbeat, its place, its quarantine.
 
         Raises:
             RendezvousConnectionError: the store is lost.
-            RendezvousError: the options differ from the others', or another agent has this node's id.
+            RendezvousError: the options differ from other nodes', or another agent has this node's id.
         """
         self._check()
         if self._presence is None:
@@ -217,7 +217,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
 
     @property
     def record(self) -> RendezvousRecord | None:
-        """The newest record that is known; None before the first `next_rendezvous`."""
+        """The newest known record; None before the first `next_rendezvous`."""
         return self._board.record
 
     @property
@@ -231,11 +231,11 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
         return self._backend.agents_store(agents_prefix(self.joined.round))
 
     def workers_store(self, round_number: int) -> str:
-        """Address of the store in which a round's workers agree, if it outlives all nodes; else empty."""
+        """Address of the store that a round's workers use, if it outlives all nodes; else empty."""
         return self._backend.workers_store(round_number)
 
     def refresh(self) -> RendezvousRecord:
-        """Reads the record, as it is now.
+        """Reads the record from the store.
 
         Raises:
             RendezvousConnectionError: the store is lost.
@@ -244,7 +244,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
             return register.read()
 
     def wait_for_change(self, version: int, timeout: float) -> RendezvousRecord | None:
-        """Waits until the record is newer than a version; None if that takes longer than ``timeout`` seconds.
+        """Waits for a record newer than a version; None if there is none within ``timeout`` seconds.
 
         Raises:
             RendezvousConnectionError: the store is lost.
@@ -252,15 +252,15 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
         return self._board.wait(version, timeout)
 
     def adopt_rank_policy(self) -> bool:
-        """Goes over to the policy ``rank``: the job has a head, so its ranks can be replaced one by one.
+        """Changes the policy to ``rank``, once the job has formed and ranks can be replaced one by one.
 
         Returns:
-            Whether the policy is ``rank`` now. It is not while the nodes are on their way to the next round.
+            Whether the policy is ``rank`` now. It is not while nodes leave the round for the next one.
         """
         return self._change(moves.adopt_rank_policy).policy is RoundPolicy.RANK
 
     def drain(self, asked: Drain, slots: Collection[int], min_world_size: int) -> None:
-        """Asks that ranks leave the job; for the arguments see `drains.request`.
+        """Requests a drain of ranks; for the arguments see `drains.request`.
 
         Raises:
             drains.TooFew: too few would be left.
@@ -269,23 +269,23 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
         self._change(lambda record: drains.request(record, asked, slots, min_world_size))
 
     def leave(self) -> None:
-        """Gives up this node's place, if it has any, and ends its part. The others go on.
+        """Gives up this node's place, if it has one, and ends its part. The other nodes go on.
 
         Raises:
-            RendezvousConnectionError: the store is lost; the node's part is ended nevertheless.
+            RendezvousConnectionError: the store is lost; the node's part has ended nevertheless.
         """
         try:
             if self._presence is not None and not self._board.is_closed:
                 with store_errors():
                     self._board.check()
                     self._presence.give_up()
-                    self._presence.release()  # its reason is of no interest now
+                    self._presence.release()  # a node that has left is in no quarantine
         finally:
             self._end()
 
     def abandon(self) -> None:
-        """Ends this node's part without telling the others, since the store does not answer."""
-        self._end(patience=0.0)  # its threads may still wait for an answer
+        """Ends this node's part without notifying the others, since the store does not answer."""
+        self._end(patience=0.0)  # the threads may still wait for an answer
 
     # Parts -------------------------------------------------------------------------------------------------
 
@@ -309,14 +309,14 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
         return RecordRegister(self._backend.connect(), self._initial, self._board)
 
     def _connect(self) -> RecordRegister:
-        """Opens a client that is closed in the end."""
+        """Opens a client that `_end` closes."""
         register = self._new_register()
         self._opened.callback(register.store.close)
         return register
 
     @contextlib.contextmanager
     def _side_register(self) -> Iterator[RecordRegister]:
-        """The record through a client of its own: `next_rendezvous` may be under way in another thread."""
+        """The record, through a second client, since `next_rendezvous` may run in another thread."""
         with store_errors(), self._side_lock:
             self._check()
             if self._side is None:
@@ -328,7 +328,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
             return register.change(change, self.settings.close_timeout)
 
     def _info(self, presence: Presence, record: RendezvousRecord) -> elastic.RendezvousInfo | None:
-        """What the agent needs to know of the round; None if the round is lost before it has begun."""
+        """What the agent needs to know about the round; None if the round is lost before it has begun."""
         seat = record.seat_of(presence.node)
         assert seat is not None and seat.group_rank is not None
         workers: elastic.RendezvousStoreInfo | None
@@ -352,7 +352,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
                 log.info("job %s: not all nodes have seen the end of the rendezvous", self.settings.run_id)
 
     def _end(self, patience: float = _JOIN_THREAD) -> None:
-        """Ends the threads, for which it waits, and lets go of everything. Again without harm."""
+        """Ends the threads, waits for them, and closes all clients. A second call does nothing."""
         self._ended = True
         presence, self._presence = self._presence, None
         self._side = None
@@ -363,14 +363,14 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
                     self._tidy_up(presence)
 
     def _others(self, record: RendezvousRecord) -> list[str]:
-        """Names of all other nodes that use the store: those in the record and those in quarantine."""
+        """Names of all other nodes that use the store: in the record, or in quarantine."""
         names = {node.name for node in record.nodes} | {one.node.name for one in record.quarantine}
         return sorted(names - {self.node.name} if self.node is not None else names)
 
     def _tidy_up(self, presence: Presence) -> None:
-        """After the rendezvous is closed the last node removes the store's contents, if no node hosts it.
+        """Once the rendezvous is closed, the last node removes the store's contents, unless a node hosts it.
 
-        Not if a node was lost: it may come back, and must not find an empty store and begin again.
+        Not if a node was lost: if it comes back, it must not find an empty store and begin again.
         """
         record = self.record
         if self._backend.hosts_workers or record is None or not record.closed:
@@ -384,14 +384,14 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
 
 
 def create_handler(parameters: elastic.RendezvousParameters) -> FtRendezvousHandler:
-    """Makes a handler, from torch's parameters.
+    """Makes a handler from torch's parameters.
 
     Args:
         parameters: as torchrun makes them; see `settings.read_parameters`.
 
     Raises:
-        ValueError: a parameter is unknown or wrong; names it and the way out.
-        RendezvousConnectionError: no one answers at the endpoint, or the port is taken.
+        ValueError: a parameter is unknown or wrong; names it and says what to do.
+        RendezvousConnectionError: nobody answers at the endpoint, or the port is taken.
     """
     return FtRendezvousHandler(*read_parameters(parameters), make_backend(parameters))
 
@@ -400,14 +400,14 @@ class EtcdRendezvousHandler(FtRendezvousHandler):
     """The handler on etcd, from a URL: ``etcd://HOST:PORT,HOST:PORT/JOB_ID?min_workers=1&max_workers=2``.
 
     Further options: ``timeout`` (seconds within which enough nodes have to join, 600), ``last_call_timeout``
-    (seconds to wait for more nodes once there are enough, 30), ``etcd_prefix`` (in front of all keys,
+    (seconds to wait for more nodes once there are enough, 30), ``etcd_prefix`` (prefix of all keys,
     ``ft_wrapper``), and those of ``--rdzv-conf``.
 
     Args:
-        url: where, which job, and how many nodes.
+        url: members of etcd, the job's id, and how many nodes take part.
 
     Raises:
-        ValueError: the URL cannot be right; with the reason.
+        ValueError: the URL is malformed; with the reason.
         RendezvousConnectionError: etcd cannot be reached, or refuses; with the reason.
     """
 

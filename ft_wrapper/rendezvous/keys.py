@@ -1,38 +1,38 @@
-"""Names of the keys of a rendezvous."""
+"""Names of all keys of a rendezvous."""
 
 _ROOT = "ft_wrapper/rendezvous/1"
 
-#: RecordRegister: the record. Never deleted.
+#: Register: the record. Never deleted.
 RECORD_KEY = f"{_ROOT}/state"
 
 
 def version_key(number: int) -> str:
-    """Written once the record has this version: waiters wake and read `RECORD_KEY`."""
+    """Notification key: the record has this version. Waiters wake and read `RECORD_KEY`."""
     return f"{_ROOT}/version/{number}"
 
 
 def log_key(epoch: int) -> str:
-    """Log: nodes that ask to be let in."""
+    """Log: admissions of nodes."""
     return f"{_ROOT}/log/{epoch}"
 
 
 def count_key(epoch: int) -> str:
-    """Counts the admissions of a log. A hint: the log decides."""
+    """Counter: the admissions of a log. A hint; the log decides."""
     return f"{_ROOT}/count/{epoch}"
 
 
 def incarnations_key(node_id: str) -> str:
-    """Counter: how many agents have had this id."""
+    """Counter: number of agents that have had this id."""
     return f"{_ROOT}/incarnations/{node_id}"
 
 
 def alive_key(name: str) -> str:
-    """A node's heartbeat."""
+    """Counter or lease: a node's heartbeat."""
     return f"{_ROOT}/alive/{name}"
 
 
 def process_key(node_id: str) -> str:
-    """Which process the last agent with this id is: see `executor.note_process`."""
+    """The process of the last agent with this id: see `executor.note_process`."""
     return f"{_ROOT}/process/{node_id}"
 
 
@@ -42,7 +42,7 @@ def endpoint_key(round_number: int) -> str:
 
 
 def wake_endpoint(round_number: int) -> str:
-    """Set once that is written."""
+    """Notification key of `endpoint_key`."""
     return f"{_ROOT}/wake/endpoint/{round_number}"
 
 
@@ -52,10 +52,10 @@ def agents_prefix(round_number: int) -> str:
 
 
 def goodbye_key(name: str) -> str:
-    """Set once a node has seen that the rendezvous is closed, and no longer needs the store."""
+    """Set once a node has seen that the rendezvous is closed and no longer needs the store."""
     return f"{_ROOT}/goodbye/{name}"
 
 
 def gone_key(name: str) -> str:
-    """Set once a node has left the store, where the last one removes everything."""
+    """On etcd: set once a node has left the store; the last node to leave removes all keys."""
     return f"{_ROOT}/gone/{name}"

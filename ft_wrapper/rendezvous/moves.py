@@ -1,12 +1,12 @@
-"""Everything that changes the record. Pure: no store, no clock.
+"""All changes of the record. Pure: no store, no clock.
 
-A node appends itself to a log, and any node that finds it due takes the new admissions of the log into the
-record (`fold`) with one compare_set: a thousand nodes that start at once cost a few writes of the record, not
-a thousand. `normalize` then makes every move that follows.
+A node appends an admission to a log, and any node that finds it due takes the new admissions into the record
+(`fold`) with one compare_set: a thousand nodes that start at once cost a few writes of the record, not a
+thousand. `normalize` then makes every move that follows.
 
-Under the policy ``group`` every change of membership is a new round: nodes that come late wait, and once all
-nodes have left a round the next one begins with those that wait. A round is complete at once with
-`RendezvousRecord.max_nodes`, with fewer when a node completes it (`complete_round`). Under the policy
+Under the policy ``group`` every change of membership is a new round: late nodes wait, and once all nodes have
+left a round the next one begins with the waiting nodes. A round is complete at once with
+`RendezvousRecord.max_nodes`; with fewer when a node completes it (`complete_round`). Under the policy
 ``rank`` the round stays: a node takes a seat or loses it, and the others go on. But if the node of group rank
 0 hosts the workers' store, the store is lost with that node: the policy is ``group`` again, and the others
 form a new round.
@@ -27,22 +27,22 @@ from .record import (
     digest,
 )
 
-#: With so many admissions of a log in the record the next log is begun.
+#: Once the record has this many admissions of a log, the next log begins.
 MOST_ADMISSIONS = 1000
 
 
 def fold(record: RendezvousRecord, admissions: Sequence[Admission]) -> RendezvousRecord:
-    """Takes the admissions of the log that are not in the record yet into it.
+    """Takes new admissions of the log into the record.
 
     Args:
         record: the record.
-        admissions: the whole log of ``record.epoch``, as it was read after the record.
+        admissions: the whole log of ``record.epoch``, read after the record.
     """
     if record.closed:
         return record
     agreed = digest(record.options)
     for admission in admissions[record.folded :]:
-        if admission.digest == agreed:  # a node with other options sees that in the record, and raises
+        if admission.digest == agreed:  # a node with other options sees the difference itself, and raises
             record = _admit(record, admission)
     record = replace(record, folded=max(record.folded, len(admissions)))
     record = normalize(record)
@@ -50,7 +50,7 @@ def fold(record: RendezvousRecord, admissions: Sequence[Admission]) -> Rendezvou
 
 
 def normalize(record: RendezvousRecord) -> RendezvousRecord:
-    """Makes every move that is due: rounds begin and complete, spares move up."""
+    """Makes every move that is due: begins and completes rounds, gives spares their seats."""
     if record.closed:
         return record
     if record.policy is RoundPolicy.RANK:
@@ -64,8 +64,8 @@ def normalize(record: RendezvousRecord) -> RendezvousRecord:
 def complete_round(record: RendezvousRecord) -> RendezvousRecord:
     """Completes a round that has enough nodes; does nothing otherwise.
 
-    A node of the last round keeps its group rank. If that lies beyond the new size, and for new nodes, it is
-    the lowest gap: in the order of node ids if all are numbers, else in the order of arrival.
+    A node of the last round keeps its group rank if that is below the new size. The other nodes fill the gaps
+    from the lowest on: in the order of node ids if all ids are numbers, else in the order of arrival.
     """
     if record.complete or record.closed or len(record.seats) < record.min_nodes:
         return record
@@ -80,10 +80,10 @@ def complete_round(record: RendezvousRecord) -> RendezvousRecord:
 def remove_nodes(
     record: RendezvousRecord, nodes: Iterable[Node]
 ) -> tuple[RendezvousRecord, tuple[Seat, ...]]:
-    """Takes nodes out that leave or were silent for too long; of exactly these incarnations.
+    """Removes nodes that leave or are evicted, in exactly these incarnations.
 
     Returns:
-        The record, normalized, and the seats that they lost, as they were.
+        The record, normalized, and the seats that the nodes lost, as they were before.
     """
     names = {node.name for node in nodes}
 
@@ -108,11 +108,11 @@ def remove_nodes(
 
 
 def may_evict(record: RendezvousRecord, node: Node, silent: Iterable[Node]) -> bool:
-    """Whether a node may take out those that it finds silent.
+    """Whether a node may evict the nodes that it finds silent.
 
-    It must be in the record itself. Under policy ``rank``, where this is evidence of the death of all ranks
-    of a node, it must have a seat. Only if all nodes with seats are silent a spare may, or the job would wait
-    for ever.
+    The node must be in the record. Under policy ``rank``, where an eviction is evidence of the death of all
+    ranks of the silent node, the evicting node must have a seat. A spare may evict only if all nodes with
+    seats are silent; otherwise the job would wait for ever.
     """
     if record.closed or record.place_of(node) is None:
         return False
@@ -123,14 +123,14 @@ def may_evict(record: RendezvousRecord, node: Node, silent: Iterable[Node]) -> b
 
 
 def close(record: RendezvousRecord, reason: str = "", result: str = "") -> RendezvousRecord:
-    """Closes the rendezvous; the first reason and result count."""
+    """Closes the rendezvous; the first reason and result are kept."""
     return record if record.closed else replace(record, closed=True, reason=reason, result=result)
 
 
 def add_drain(record: RendezvousRecord, asked: Drain) -> RendezvousRecord:
-    """Asks ranks to leave the job; their node carries it out, and leaves if they are all it has.
+    """Adds a drain. Its node carries it out, and leaves if no ranks are left on the node.
 
-    Of two drains of the same ranks the shorter one counts.
+    Of two drains of the same ranks the shorter one is kept.
     """
     known = any(asked.node == node.name for node in record.nodes)
     same = [other for other in record.drains if (other.node, other.slots) == (asked.node, asked.slots)]
@@ -140,12 +140,12 @@ def add_drain(record: RendezvousRecord, asked: Drain) -> RendezvousRecord:
 
 
 def quarantine(record: RendezvousRecord, node: Node, reason: str, now: float) -> RendezvousRecord:
-    """Puts a node into quarantine, in place of any earlier agent of its id; or changes its reason.
+    """Puts a node into quarantine, replacing any earlier agent of its id; or changes the reason.
 
     Args:
-        record: the record, in which it has no place.
+        record: the record, in which the node has no place.
         node: the node.
-        reason: why, for people.
+        reason: why it is in quarantine, for people.
         now: seconds since the epoch.
     """
     if record.closed:
@@ -157,7 +157,7 @@ def quarantine(record: RendezvousRecord, node: Node, reason: str, now: float) ->
 
 
 def release(record: RendezvousRecord, node: Node) -> RendezvousRecord:
-    """Ends the quarantine of a node, or of an earlier agent of its id; a later one stays."""
+    """Ends the quarantine of a node, or of an earlier agent of its id; a later agent's stays."""
     if record.closed:
         return record
     stay = (
@@ -167,9 +167,9 @@ def release(record: RendezvousRecord, node: Node) -> RendezvousRecord:
 
 
 def adopt_rank_policy(record: RendezvousRecord) -> RendezvousRecord:
-    """Goes over to policy ``rank``, in a complete round that no node has begun to leave.
+    """Changes the policy to ``rank``, in a complete round that no node has begun to leave.
 
-    Changes nothing otherwise, or if the workers' store is lost with its node: the next round is on its way.
+    Changes nothing otherwise, nor if the workers' store is lost with its node: then a new round follows.
     """
     leaving = any(waiting.group_rank is not None for waiting in record.waiting)
     lost = any(record.hosts_workers(seat) and seat.occupant is None for seat in record.seats)
@@ -185,7 +185,7 @@ def _admit(record: RendezvousRecord, admission: Admission) -> RendezvousRecord:
     node = admission.node
     before = record.find(node.id)
     if before is not None and before.incarnation > node.incarnation:
-        return record  # a superseded agent, which does not know it yet
+        return record  # a superseded agent that does not know it yet
     record = replace(record, restarts=record.restarts + _is_restart(record, admission, before))
     return _let_in(record, admission, before)
 
@@ -207,7 +207,7 @@ def _is_restart(record: RendezvousRecord, admission: Admission, before: Node | N
     if record.seat_of(before) is None:
         return False
     if before != admission.node:
-        return True  # its agent was started again
+        return True  # the node's agent was started again
     all_there = all(seat.occupant is not None for seat in record.seats)
     return admission.leaves == record.round and all_there and not record.waiting
 
@@ -232,7 +232,7 @@ def _admit_to_next_round(
         if seat is None:
             return _replace_node(record, before, node)
         if before == node and admission.leaves != record.round:
-            return record  # an admission of long ago
+            return record  # an outdated admission
         seats = tuple(replace(one, occupant=None) if one is seat else one for one in record.seats)
         record, rank = replace(record, seats=seats), seat.group_rank
     elif record.is_full:
@@ -253,7 +253,7 @@ def _admit_to_seat(record: RendezvousRecord, admission: Admission, before: Node 
         hosts = seat is not None and record.hosts_workers(seat)
         if not hosts and (seat is None or replace(seat, occupant=None).fits(node)):
             return _replace_node(record, before, node)
-        # It comes back with another number of ranks, or without the workers' store.
+        # The node comes back with another number of ranks, or without the workers' store.
         record, _ = remove_nodes(record, [before])
         return _let_in(record, admission, None)
     seated = _take_seat(record, node)
@@ -261,7 +261,7 @@ def _admit_to_seat(record: RendezvousRecord, admission: Admission, before: Node 
 
 
 def _take_seat(record: RendezvousRecord, node: Node) -> RendezvousRecord | None:
-    """Under policy ``rank``: its old seat, else an empty one that fits, else a new one; None without room."""
+    """Under policy ``rank``: the node's old seat, else one that fits, else a new one; None without room."""
     if len(record.participants) >= record.max_nodes:
         return None
     fitting = [seat for seat in record.seats if seat.fits(node)]
@@ -274,7 +274,7 @@ def _take_seat(record: RendezvousRecord, node: Node) -> RendezvousRecord | None:
 
 
 def _replace_node(record: RendezvousRecord, before: Node, node: Node) -> RendezvousRecord:
-    """Puts a node where its earlier incarnation was."""
+    """Puts a node in the place of its earlier incarnation."""
 
     def other(old: Node) -> Node:
         return node if before.is_same(old) else old
@@ -296,14 +296,14 @@ def _replace_node(record: RendezvousRecord, before: Node, node: Node) -> Rendezv
 
 
 def _begin_round(record: RendezvousRecord) -> RendezvousRecord:
-    """All have left the round: the next one forms of those that wait."""
+    """All nodes have left the round: the next one forms of the waiting nodes."""
     seats = tuple(map(_new_seat, record.waiting))
     begun = replace(record, round=record.round + 1, complete=False, seats=seats, waiting=(), next_slot=0)
     return replace(begun, drains=())
 
 
 def _call_spares(record: RendezvousRecord) -> RendezvousRecord:
-    """As long as there is room, spares take part, or wait for the next round while one is complete."""
+    """While there is room, spares take part; if the round is complete, they wait for the next one."""
     room = max(0, record.max_nodes - len(record.participants) - len(record.waiting))
     come = tuple(map(Waiting, record.spares[:room]))
     record = replace(record, spares=record.spares[room:])
@@ -313,10 +313,10 @@ def _call_spares(record: RendezvousRecord) -> RendezvousRecord:
 
 
 def _seat_all(record: RendezvousRecord) -> RendezvousRecord:
-    """Under policy ``rank``: waiting nodes and spares take seats, as far as there are any."""
+    """Under policy ``rank``: waiting nodes and spares take seats while there is room."""
     candidates = (*(waiting.node for waiting in record.waiting), *record.spares)
     record = replace(record, waiting=(), spares=())
-    # First the nodes that fit an empty seat: a new seat for them would leave that one empty for good.
+    # First the nodes that fit an empty seat: with a new seat for them, the empty one would stay empty.
     for by_fit in (True, False):
         left = []
         for node in candidates:
@@ -340,7 +340,7 @@ def _new_seat(waiting: Waiting) -> Seat:
 
 
 def _in_order(seats: Sequence[Seat]) -> list[Seat]:
-    """The seats of a round that is about to complete, in the order of the group ranks that they get."""
+    """The seats of a round that is about to complete, in the order of their new group ranks."""
     kept: dict[int | None, Seat] = {}
     for seat in seats:
         if seat.group_rank is not None and seat.group_rank < len(seats):

@@ -1,7 +1,7 @@
-"""What a node does next: an operation names the next action, by the record. Pure.
+"""What a node does next: an operation derives the next action from the record. Pure.
 
-Time is handed in, by the node's own clock; no time of another host counts. An operation is asked again after
-each action and after each change of the record, until it answers `Action.FINISH` or an error.
+Times are arguments, by the node's own clock; no time of another host counts. An operation is called again
+after each action and each change of the record, until it returns `Action.FINISH` or an error.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from .record import Node, NodePlace, RendezvousRecord, RoundPolicy
 
 
 class Action(enum.Enum):
-    """What to do next. The names are those of torch's elastic agents, and `TAKE_SEAT`."""
+    """What to do next. The names are those of torch's elastic agents, except `TAKE_SEAT`."""
 
     ADD_TO_PARTICIPANTS = "take part in the round that forms"
     ADD_TO_WAIT_LIST = "wait for the next round"
@@ -28,7 +28,7 @@ class Action(enum.Enum):
     TAKE_SEAT = "take a seat in the running job"
 
 
-#: The actions that take this node out of the record, by where it is.
+#: The actions that remove this node from the record, by its place.
 REMOVAL = {
     NodePlace.SEAT: Action.REMOVE_FROM_PARTICIPANTS,
     NodePlace.WAITING: Action.REMOVE_FROM_WAIT_LIST,
@@ -38,12 +38,12 @@ REMOVAL = {
 
 @dataclasses.dataclass(frozen=True)
 class Announced:
-    """This node has appended itself to a log.
+    """This node has appended an admission to a log.
 
     Args:
-        epoch: which log.
-        number: how many admissions the log had then, by the count. A hint.
-        at: when, by this node's clock.
+        epoch: number of the log.
+        number: count of the log's admissions with this one. A hint.
+        at: time of the append, by this node's clock.
     """
 
     epoch: int
@@ -53,16 +53,16 @@ class Announced:
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What an operation looks at.
+    """The input of an operation.
 
     Args:
-        node: whose next action it is.
+        node: this node.
         record: the record.
         now: this node's clock, in seconds.
-        deadline: when the operation times out.
-        leaving: the round that this node was in and leaves; None if it was in none.
-        announced: the log that it has appended itself to; None if it has not.
-        enough_since: since when it knows of enough nodes for the round; None if it does not.
+        deadline: when the operation times out, by this node's clock.
+        leaving: the round that this node leaves; None if it was in none.
+        announced: this node's admission in a log; None if it has appended none.
+        enough_since: since when this node knows of enough nodes for the round; None if it knows too few.
         last_call: seconds that a round waits for more nodes once there are enough.
         patience: seconds after which an announced node takes the log into the record itself.
     """
@@ -79,7 +79,7 @@ class Context:
 
     @property
     def place(self) -> NodePlace | None:
-        """Where this node is in the record; None also while it leaves the round that it has its seat in."""
+        """This node's place in the record; None also while it leaves the round in which it has a seat."""
         place = self.record.place_of(self.node)
         if place is NodePlace.SEAT and self.is_leaving:
             return None
@@ -87,25 +87,25 @@ class Context:
 
     @property
     def is_leaving(self) -> bool:
-        """Whether the round that it leaves is still on."""
+        """Whether the round that this node leaves is still the current one."""
         record = self.record
         return record.policy is RoundPolicy.GROUP and record.complete and self.leaving == record.round
 
     @property
     def is_announced(self) -> bool:
-        """Whether it is in the current log."""
+        """Whether this node's admission is in the current log."""
         return self.announced is not None and self.announced.epoch == self.record.epoch
 
     @property
     def pending(self) -> int:
-        """How many admissions, up to its own, are in the log and not in the record yet. A hint."""
+        """How many admissions, up to this node's, are in the log but not in the record yet. A hint."""
         if self.announced is None or not self.is_announced or self.place is not None:
             return 0
         return self.announced.number - self.record.folded
 
     @property
     def has_enough(self) -> bool:
-        """Whether there are enough nodes for the round, those of the log counted."""
+        """Whether there are enough nodes for the round, with those of the log."""
         record = self.record
         takes_part = self.place is NodePlace.SEAT or self.is_announced
         known = len(record.participants) + self.pending
@@ -118,20 +118,20 @@ class Context:
 
     @property
     def patience_ends(self) -> float:
-        """When this node takes the log into the record, if no other node has."""
+        """When this node takes the log into the record, unless another node has."""
         if self.announced is None or not self.is_announced or self.place is not None:
             return math.inf
         return self.announced.at + self.patience
 
     @property
     def next_timer(self) -> float:
-        """When `join` may answer differently though the record has not changed."""
+        """When `join` may return another action though the record has not changed."""
         deadline = math.inf if self.place is NodePlace.SPARE else self.deadline
         return min(deadline, self.patience_ends, self.last_call_ends if self.has_enough else math.inf)
 
 
 def join(context: Context) -> Action:
-    """Takes part in the next round; under policy ``rank``, in the running one."""
+    """Takes part in the next round, or in the running one under policy ``rank``."""
     record = context.record
     place = context.place
     if record.closed:
@@ -163,11 +163,11 @@ def _way_in(context: Context) -> Action:
 
 
 def is_due(context: Context) -> bool:
-    """Whether it is up to this node to take the log into the record.
+    """Whether this node should take the log into the record.
 
-    Where many nodes start at once, exactly one of them should. Each knows its number: it is the node that
-    makes them enough, or the last one; and any node that has waited too long. A wrong guess costs one more
-    write or a little delay.
+    If many nodes start at once, exactly one of them should. Each node knows its number: the node that makes
+    them enough, or the last one, takes the log; so does any node that has waited too long. A wrong guess
+    costs one more write or a little delay.
     """
     record = context.record
     if context.now >= context.patience_ends:
@@ -176,26 +176,26 @@ def is_due(context: Context) -> bool:
         return len(record.participants) + context.pending in (record.min_nodes, record.max_nodes)
     if record.policy is RoundPolicy.RANK:
         return context.pending == 1
-    # The first one makes the others leave; the rest can wait for the last of them.
+    # The first admission makes the other nodes leave the round; the rest can be taken with the last one.
     return context.pending == len(record.participants) or (not record.waiting and context.pending == 1)
 
 
 def succeed(still: float, known_for: float, limit: float) -> Action:
-    """Takes the place of the agent that has this node's id, which a scheduler gave both, once it is lost.
+    """Takes over this node's id, which a scheduler gave to another agent before, once that agent is lost.
 
     Args:
-        still: seconds for which no heartbeat of it has come.
-        known_for: seconds since this node has seen it first.
+        still: seconds for which no heartbeat of the other agent has come.
+        known_for: seconds since this node has first seen the other agent.
         limit: seconds without a heartbeat after which a node is lost.
     """
     if still >= limit:
         return Action.TAKE_SEAT
-    # It may have died since the first look; not if it beats even now.
+    # The other agent may have died since the first look, unless its heartbeats still come.
     return Action.ERROR_TIMEOUT if still == 0.0 and known_for >= 2 * limit else Action.SYNC
 
 
 def exit_(context: Context) -> Action:
-    """Gives up the place that this node has or is about to get."""
+    """Gives up the place that this node has, or is about to get."""
     place = context.record.place_of(context.node)
     if place is None and not context.is_announced:
         return Action.FINISH
@@ -203,14 +203,14 @@ def exit_(context: Context) -> Action:
 
 
 def nodes_waiting(record: RendezvousRecord, node: Node, round_number: int) -> int:
-    """How many nodes wait for the next round. If it is not 0, this node has to join again.
+    """How many nodes wait for the next round. If any do, this node has to join again.
 
-    A node that was taken out of its round counts itself.
+    A node that was evicted from its round counts itself.
 
     Args:
         record: the record.
         node: this node.
-        round_number: the round that it joined.
+        round_number: the round that this node joined.
     """
     if record.closed:
         return 0

@@ -1,4 +1,4 @@
-"""Presence: the two threads that keep a node in the rendezvous, as its neighbours see it."""
+"""Presence: the two threads that keep a node in the rendezvous, and watch its neighbours."""
 
 import contextlib
 import dataclasses
@@ -23,24 +23,24 @@ from .register import RecordRegister, store_errors
 log = logging.getLogger(__name__)
 
 WATCHED = 2
-#: Seconds that a client may need to notice that the store is back. `TCPStore` tries for up to 16 s.
+#: Seconds that a client may need to notice that the store is back. `TCPStore` tries for up to 16 s at a time.
 RECONNECTS = 20.0
-#: Seconds after which the watcher reads the record though nothing has woken it.
+#: Seconds after which the watcher reads the record though no notification has come.
 #:
-#: If it was stopped for so long that the key it waits for is gone, nothing will. Not shorter, since torch
-#: logs two lines for each wait that times out.
+#: If the watcher was stopped for so long that its notification key is gone, none will come. Not shorter,
+#: since torch logs two lines for each wait that times out.
 LOOK_AGAIN = 300.0
 
-# Seconds after which lost nodes are taken out though the store was slow or gone again and again.
+# Seconds after which lost nodes are evicted though the store was slow or gone again and again.
 _LONGEST_HELD = 120.0
-_FRESH = 1.0  # seconds; in less than that `KEPT_VERSIONS` do not go by
+_FRESH = 1.0  # seconds; fewer than `KEPT_VERSIONS` versions are written in that time
 
 
 def ring(record: RendezvousRecord, node: Node) -> list[Node]:
-    """The nodes that this one may have to take out, the next one first; none if it is not in the record.
+    """The nodes that a node may have to evict, the next one first; none if the node is not in the record.
 
-    Under policy ``rank`` a spare is needed only if all nodes with seats are lost (`moves.may_evict`). Other
-    spares may be lost with them, and must not be given the seats.
+    Under policy ``rank`` a spare has to evict only if all nodes with seats are lost (`moves.may_evict`).
+    Other spares may be lost with them, and must not get the seats.
     """
     everybody = record.nodes
     names = [other.name for other in everybody]
@@ -53,11 +53,11 @@ def ring(record: RendezvousRecord, node: Node) -> list[Node]:
 
 
 def nearest(record: RendezvousRecord, others: list[Node]) -> list[Node]:
-    """The nodes of a ring that are watched while nothing is wrong: up to the second one that watches others.
+    """The nodes of a ring that are watched while nothing is wrong: up to the second node that may evict.
 
-    Under policy ``group`` that is the next two. Under policy ``rank``, where only a node with a seat takes
-    others out, the next two with seats and the spares between them; a spare watches the first two that have
-    seats.
+    Under policy ``group`` these are the next two nodes. Under policy ``rank``, where only nodes with seats
+    evict, they are the next two nodes with seats and the spares between them; a spare watches the first two
+    nodes with seats.
     """
     watching = _watching(record)
     watched: list[Node] = []
@@ -69,7 +69,7 @@ def nearest(record: RendezvousRecord, others: list[Node]) -> list[Node]:
 
 
 def _watching(record: RendezvousRecord) -> set[str]:
-    """Names of the nodes that may take others out."""
+    """Names of the nodes that may evict others."""
     nodes = record.participants if record.policy is RoundPolicy.RANK else record.nodes
     return {node.name for node in nodes}
 
@@ -77,18 +77,18 @@ def _watching(record: RendezvousRecord) -> set[str]:
 class NodeWatch:
     """Observes whether a node's neighbours live, by the rules of `CounterObserver`.
 
-    Nodes that were lost together, a rack, are watched only by the node in front of them. When the next node
-    has stood still for more than half of the timeout, that one observes the nodes behind as well, all at
-    once, and keeps at those that stand still, wherever they are in the record later. While nothing is wrong
-    each node costs the same.
+    Nodes that are lost together, such as a rack, are watched only by the node in front of them. Once the
+    heartbeat of the next node has stood still for more than half of the timeout, that watcher looks at the
+    nodes behind as well, all at once. It keeps looking at nodes whose heartbeats stand still, wherever they
+    are in the record later. While nothing is wrong, each node costs the same.
 
     After an outage of the store not all nodes are back at the same time: a client may have begun a long
-    attempt to connect just before. So a node that could not look for a while, or has just begun, declares no
-    one silent until the others have had time to reconnect.
+    attempt to connect just before. So a node that could not look for a while, or has just begun, declares
+    nobody silent until the other nodes have had time to reconnect.
 
     Args:
-        store: a client that no one else uses.
-        node: the node.
+        store: a client that nobody else uses.
+        node: the node that watches.
         timeout: seconds without a heartbeat after which a node is silent.
         interval: seconds between two looks, and between two heartbeats.
     """
@@ -99,21 +99,21 @@ class NodeWatch:
         self._timeout = timeout
         self._interval = interval
         self._observer = observer(store, timeout)
-        self._lived: dict[Node, bool] = {}  # whether it gave a sign of life between the last two looks
-        # A node that has just begun does not know whether the others were just cut off.
+        self._lived: dict[Node, bool] = {}  # whether a heartbeat came between the last two looks
+        # A node that has just begun does not know whether the other nodes were just cut off.
         self._looked = -math.inf
         self._held_since = 0.0
         self._judges_from = 0.0
 
     def silent(self, record: RendezvousRecord, outside: Iterable[Node] = ()) -> list[Node]:
-        """Looks at the neighbours in the record and returns those that are silent.
+        """Looks at the neighbours in the record and returns the silent ones.
 
         Args:
-            record: of the nodes.
-            outside: nodes that are not in it, and are looked at as well.
+            record: the record of the nodes.
+            outside: nodes outside the record that are looked at as well.
 
         Raises:
-            Exception: whatever the store raised; what was seen before is forgotten then.
+            Exception: whatever the store raised; all earlier observations are forgotten then.
         """
         before, self._lived = self._lived, {}
         lived, still = dict[Node, bool](), dict[Node, float]()
@@ -128,13 +128,13 @@ class NodeWatch:
         for node in near:
             look(node)
         first = next((node for node in near if node.name in watching), None)
-        # That takes two looks in a row: of the time between two, no more than half of the timeout counts. One
-        # look says nothing: two nodes' intervals drift past each other.
+        # This takes two looks in a row, since the time between two looks counts as half of the timeout at
+        # most. One look is not enough: the intervals of two nodes drift past each other.
         if first is not None and still[first] > self._timeout / 2:
             for node in others[len(near) :]:
                 if look(node) and node.name in watching:
-                    break  # it watches those behind it
-        # Their places in the record may have changed. What was seen of them stays.
+                    break  # this node watches the nodes behind it
+        # Nodes without a heartbeat are looked at again, though their places in the record may have changed.
         doubted = [node for node in others if not before.get(node, True)]
         for node in [*doubted, *outside]:
             if node not in still:
@@ -148,22 +148,22 @@ class NodeWatch:
         return [node for node, seconds in still.items() if seconds >= self._timeout]
 
     def _note_absence(self, now: float) -> None:
-        """Notes for how long it could not look."""
+        """Postpones all judgements if the last look was too long ago."""
         away, self._looked = now - self._looked - self._interval, now
         if away > self._interval / 2:
             if now >= self._judges_from:
                 self._held_since = now
-            # An attempt to connect takes as long as all before it together; the beat comes with the next one.
+            # An attempt to connect takes as long as all earlier ones; the heartbeat comes with the next one.
             until = now + min(2 * away + self._interval, RECONNECTS) + self._interval
             self._judges_from = max(self._judges_from, until)
 
 
 class _Keeper(threading.Thread):
-    """A thread that helps to keep a node in, with a client of its own, which it closes.
+    """A thread that helps to keep a node in the rendezvous, with a client of its own, which it closes.
 
     Args:
-        name: of the thread.
-        register: the record, through that client; its board is notified if the store is lost.
+        name: name of the thread.
+        register: the record, through the thread's client; its board is notified if the store is lost.
     """
 
     def __init__(self, name: str, register: RecordRegister) -> None:
@@ -174,7 +174,7 @@ class _Keeper(threading.Thread):
         self._stopping = threading.Event()
 
     def stop(self) -> None:
-        """Makes it end; a `Watcher` with the next change."""
+        """Makes the thread end; a `Watcher` ends with the next change."""
         self._stopping.set()
 
     def run(self) -> None:
@@ -187,19 +187,19 @@ class _Keeper(threading.Thread):
             self._store.close()
 
     def _keep(self) -> None:
-        """Returns when it is stopped, or the rendezvous is closed."""
+        """Does the thread's work; returns once it is stopped, or the rendezvous is closed."""
         raise NotImplementedError
 
 
 class Watcher(_Keeper):
     """Waits for changes of the record and puts them on the board, until the rendezvous is closed.
 
-    It notifies the agent of each record that it finds there, also of one that another thread of this node has
-    put there; of several that came at once, of the newest.
+    It notifies the agent of each newer record on the board, even if another thread of this node has put it
+    there; of several records that come at once, it notifies of the newest.
 
     Args:
         node: the node.
-        register: the record, through a client of its own; the first record is on its board already.
+        register: the record, through a client of the thread's own; its board has a record already.
     """
 
     def __init__(self, node: Node, register: RecordRegister) -> None:
@@ -214,11 +214,11 @@ class Watcher(_Keeper):
             if known.version > self._notified:
                 self._notified = known.version
                 self._board.on_change(known)
-                continue  # that may have taken a while
+                continue  # the callback may have taken a while
             if known.closed:
-                # By this thread, which has nothing more to ask the store.
+                # In this thread, which is the last of the node to use the store.
                 self._store.set(goodbye_key(self._node.name), "")
-                self._store.check([RECORD_KEY])  # a set is not answered: now it has arrived
+                self._store.check([RECORD_KEY])  # a set has no answer; this one shows that it has arrived
                 return
             if self._stopping.is_set():
                 return
@@ -228,14 +228,14 @@ class Watcher(_Keeper):
                     self._register.read()
                 read_at = self._store.now()
             except StoreUnavailable:
-                read_at = -math.inf  # the heart logs it; much may have changed meanwhile
+                read_at = -math.inf  # the heart thread logs the outage; read again, as much may have changed
 
 
 class NodeHeart(_Keeper):
-    """Sends a node's heartbeat and takes out neighbours that are silent, until the rendezvous is closed.
+    """Sends a node's heartbeat and evicts silent neighbours, until the rendezvous is closed.
 
     Args:
-        executor: the node's operations, on a client of its own, which this thread closes.
+        executor: the node's operations, on a client of the thread's own, which the thread closes.
     """
 
     def __init__(self, executor: Executor) -> None:
@@ -264,11 +264,11 @@ class NodeHeart(_Keeper):
                         error,
                     )
                 unavailable = True
-            # If it had to wait for the store it is late already: then the next beat is due at once.
+            # If this took longer than the interval, the next heartbeat is due at once.
             self._stopping.wait(max(0.0, began + self._interval - self._store.now()))
 
     def _beat(self) -> bool:
-        """Sends one heartbeat and looks after the others; True if the rendezvous is closed."""
+        """Sends a heartbeat and evicts silent nodes; returns whether the rendezvous is closed."""
         self._executor.keep_alive()
         self._beats += 1
         if self._beats % max(1, int(REFRESH / self._interval)) == 0:
@@ -294,14 +294,14 @@ class NodeHeart(_Keeper):
 
 
 class Presence:
-    """A node that takes part: its place in the record and the two threads that keep it.
+    """A node that takes part: its place in the record, and the two threads that keep the place.
 
     Args:
         executor: the node's operations, on a client for the agent's own thread.
-        new_register: the record through another client; each thread closes its own.
+        new_register: opens the record through another client; each of the two threads closes its own.
 
     Raises:
-        RendezvousError: the options differ from the others', or another agent has this node's id.
+        RendezvousError: the options differ from other nodes', or another agent has this node's id.
     """
 
     def __init__(self, executor: Executor, new_register: Callable[[], RecordRegister]) -> None:
@@ -323,19 +323,19 @@ class Presence:
             opened.pop_all()
 
     def forget_predecessors(self) -> None:
-        """Deletes the heartbeats of agents that had this id: no node watches them once this one is in.
+        """Deletes the heartbeats of earlier agents with this id, which no node watches once this one is in.
 
-        Of two, since the last one may never have got as far as this.
+        Of the last two agents, since the last one may have ended before it came to this.
         """
         for incarnation in range(max(0, self.node.incarnation - 2), self.node.incarnation):
             before = dataclasses.replace(self.node, incarnation=incarnation)
             self.store.delete_key(alive_key(before.name))
 
     def quarantine(self, reason: str) -> None:
-        """Gives up the node's place, if it has one, and puts the node in quarantine: no one waits for it.
+        """Gives up the node's place, if it has one, and puts the node in quarantine: nobody waits for it.
 
         Args:
-            reason: why, for people.
+            reason: why it is in quarantine, for people.
 
         Raises:
             RendezvousConnectionError: the store is lost.
@@ -350,7 +350,10 @@ class Presence:
         self.executor.register.change(lambda record: moves.release(record, self.node))
 
     def wait_in_quarantine(self, seconds: float) -> None:
-        """Waits for a while, and notices the end of the job.
+        """Waits, unless the job ends.
+
+        Args:
+            seconds: how long to wait.
 
         Raises:
             RendezvousGracefulExitError: the rendezvous is closed.
@@ -369,14 +372,14 @@ class Presence:
         )
 
     def give_up(self) -> None:
-        """Gives up the node's place, also where it was joining in a thread that was interrupted."""
+        """Gives up the node's place, also if the thread that was joining has been interrupted."""
         self.executor.exit()
         self.watcher.stop()
         if self.watcher.is_alive() and not self._board.known().closed:
-            self.executor.register.touch()  # nothing may have changed: this wakes the watcher
+            self.executor.register.touch()  # wakes the watcher, since the record may not have changed
 
     def end(self, patience: float) -> None:
-        """Stops both threads, and waits that many seconds for each."""
+        """Stops both threads, and waits up to ``patience`` seconds for each."""
         for thread in (self.heart, self.watcher):
             thread.stop()
         for thread in (self.heart, self.watcher):

@@ -1,7 +1,7 @@
 """The record that all nodes agree on. Pure.
 
-The words of torch's elastic agents: the participants are the occupied seats, the wait list is
-`RendezvousRecord.waiting`, the redundancy list is `RendezvousRecord.spares`.
+In the terms of torch's elastic agents, the participants are the occupied seats, the wait list is
+`RendezvousRecord.waiting`, and the redundancy list is `RendezvousRecord.spares`.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ class RoundPolicy(enum.StrEnum):
     """What a change of membership does.
 
     Attributes:
-        GROUP: it begins a new round: nodes that come late wait for it, and all others leave the old one.
+        GROUP: a new round begins: late nodes wait for it, and all other nodes leave the old round.
         RANK: the round goes on: a node takes a seat or loses it, and the others notice nothing.
     """
 
@@ -28,7 +28,7 @@ class RoundPolicy(enum.StrEnum):
 
 
 class NodePlace(enum.Enum):
-    """Where a node is in the record."""
+    """A node's place in the record."""
 
     SEAT = "seat"
     WAITING = "waiting"
@@ -40,11 +40,11 @@ class Node:
     """One agent, with the ranks that it starts.
 
     Args:
-        id: names the node. An agent that is started again on it has the same id.
-        incarnation: how many agents had this id before. The highest one counts.
-        address: host name or address at which the others reach it.
-        nproc: number of ranks that it starts.
-        role: what these ranks do.
+        id: name of the node. An agent that is started again on the node has the same id.
+        incarnation: how many agents had this id before. The agent with the highest number counts.
+        address: host name or address at which other nodes reach this one.
+        nproc: number of ranks that the agent starts.
+        role: name of what these ranks do.
     """
 
     id: str
@@ -55,14 +55,14 @@ class Node:
 
     @property
     def name(self) -> str:
-        """The node and its incarnation: ``id:incarnation``."""
+        """Id and incarnation: ``id:incarnation``."""
         return f"{self.id}:{self.incarnation}"
 
     def __str__(self) -> str:
         return f"{self.id} ({self.address})" if self.address else self.id
 
     def is_same(self, other: "Node | None") -> bool:
-        """Whether the other one is the same agent: id and incarnation."""
+        """Whether another node is the same agent, by id and incarnation."""
         return other is not None and self.id == other.id and self.incarnation == other.incarnation
 
 
@@ -71,13 +71,13 @@ class Seat:
     """A place for a node in the group.
 
     Args:
-        group_rank: its number. Before the round is complete: the one that the node had in the last round,
-            None if it had none.
-        base_slot: the first slot of its ranks; the others follow.
-        nproc: number of its slots.
-        role: what its ranks do.
-        occupant: the node that has it; None if that node was lost.
-        last: id of the last node that had it.
+        group_rank: number of the seat. Before the round is complete, the group rank that the node had in the
+            last round; None if it had none.
+        base_slot: first slot of the seat's ranks; the others follow.
+        nproc: number of slots.
+        role: name of what the ranks do.
+        occupant: the node that has the seat; None if that node was lost.
+        last: id of the last node that had the seat.
     """
 
     group_rank: int | None
@@ -88,7 +88,7 @@ class Seat:
     last: str
 
     def fits(self, node: Node) -> bool:
-        """Whether the node could take it."""
+        """Whether a node could take the seat."""
         return self.occupant is None and self.nproc == node.nproc and self.role == node.role
 
 
@@ -98,7 +98,7 @@ class Waiting:
 
     Args:
         node: the node.
-        group_rank: the one that it had in the round that it left; None if it had none.
+        group_rank: group rank that the node had in the round that it left; None if it had none.
     """
 
     node: Node
@@ -107,13 +107,13 @@ class Waiting:
 
 @dataclasses.dataclass(frozen=True)
 class Drain:
-    """Ranks that are to leave the job, and not to be started again.
+    """A request that ranks leave the job and are not started again.
 
     Args:
-        node: the name of the node, id and incarnation, that they are on.
-        slots: theirs; empty for all of the node, which then leaves, too.
-        within: seconds until they are ended if they have not left.
-        why: for people.
+        node: name of their node: id and incarnation.
+        slots: slots of the ranks; empty for all ranks of the node, which then leaves, too.
+        within: seconds after which ranks that have not left are ended.
+        why: the reason, for people.
     """
 
     node: str
@@ -127,9 +127,9 @@ class QuarantinedNode:
     """A node that has not passed its check.
 
     Args:
-        node: the node, which has no place.
-        reason: why, for people.
-        since: when its check first failed, in seconds since the epoch, by its own clock.
+        node: the node, which has no place in the record.
+        reason: why the check failed, for people.
+        since: when the check first failed, in seconds since the epoch, by the node's clock.
     """
 
     node: Node
@@ -139,12 +139,12 @@ class QuarantinedNode:
 
 @dataclasses.dataclass(frozen=True)
 class Admission:
-    """A line of the log: a node asks to be let in.
+    """An entry of the log: a node asks to take part.
 
     Args:
         node: the node.
-        leaves: the round that it leaves for that; None if it is in none.
-        digest: of the options that it was started with.
+        leaves: the round that the node leaves; None if it is in none.
+        digest: digest of the options that the node was started with.
     """
 
     node: Node
@@ -152,15 +152,15 @@ class Admission:
     digest: str = ""
 
     def to_text(self) -> str:
-        """One line."""
+        """The entry as one line."""
         return _to_json(self)
 
     @classmethod
     def from_text(cls, text: str) -> "Admission":
-        """Reads a line.
+        """Reads `to_text`.
 
         Raises:
-            ValueError: it cannot be read as one.
+            ValueError: the text is no admission.
         """
         with _readable("entry of the log", text):
             node, leaves, digest = json.loads(text)
@@ -169,31 +169,32 @@ class Admission:
 
 @dataclasses.dataclass(frozen=True)
 class RendezvousRecord:
-    """The record.
+    """What all nodes agree on.
 
     Args:
-        min_nodes: a round needs that many nodes.
-        max_nodes: no more nodes than that have seats.
-        options: what all nodes have to agree on.
-        version: how many changes there were.
+        min_nodes: fewest nodes of a round.
+        max_nodes: most nodes that have seats.
+        options: options that must be the same on all nodes.
+        version: number of changes so far.
         round: number of the round that forms or is complete, from 0.
         complete: whether the round has formed.
         closed: whether the rendezvous is over. Final.
         reason: why it was closed; empty if the ranks came to their own end.
-        result: how the job has ended, for its agents; empty if that is not known.
+        result: how the job has ended, for agents; empty if that is not known.
         policy: what a change of membership does.
-        formation_size: ranks of the last round that formed under `RoundPolicy.GROUP`; from then on fixed.
+        formation_size: number of ranks of the last round that formed under `RoundPolicy.GROUP`; nodes that
+            take seats later do not change it.
         next_slot: the first slot that no seat has.
         restarts: how often the same nodes had to form a round again.
-        epoch: number of the log that new admissions are appended to.
+        epoch: number of the log to which new admissions are appended.
         folded: how many admissions of that log are in the record.
-        seats: all seats, in the order of their group rank once the round is complete.
+        seats: all seats, in the order of their group ranks once the round is complete.
         waiting: nodes that wait for the next round, in the order of arrival.
         spares: nodes that wait for a free seat, in the order of arrival.
-        writer: unique to each write, so that a node recognizes its own.
-        hosted: whether the node of group rank 0 hosts the workers' store; else that outlives all nodes.
-        drains: what was asked for in this round, of nodes that are there.
-        quarantine: nodes in quarantine, in the order of their ids. No one waits for them.
+        writer: name of the write, unique, by which a node recognizes its own.
+        hosted: whether the node of group rank 0 hosts the workers' store; otherwise it outlives all nodes.
+        drains: drains of this round, of nodes that are in the record.
+        quarantine: nodes in quarantine, in the order of their ids. Nobody waits for them.
     """
 
     min_nodes: int
@@ -234,11 +235,11 @@ class RendezvousRecord:
         return next((node for node in self.nodes if node.id == node_id), None)
 
     def seat_of(self, node: Node) -> Seat | None:
-        """The seat that the node has."""
+        """The node's seat; None if it has none."""
         return next((seat for seat in self.seats if node.is_same(seat.occupant)), None)
 
     def place_of(self, node: Node) -> NodePlace | None:
-        """Where the node is; None if it is not in the record."""
+        """The node's place; None if it is not in the record."""
         if self.seat_of(node) is not None:
             return NodePlace.SEAT
         if any(node.is_same(waiting.node) for waiting in self.waiting):
@@ -251,7 +252,7 @@ class RendezvousRecord:
 
     @property
     def is_full(self) -> bool:
-        """Whether one node more would be too many, counting those that wait."""
+        """Whether participants and waiting nodes are as many as ``max_nodes``."""
         return len(self.participants) + len(self.waiting) >= self.max_nodes
 
     def to_text(self) -> str:
@@ -260,10 +261,10 @@ class RendezvousRecord:
 
     @classmethod
     def from_text(cls, text: str) -> "RendezvousRecord":
-        """Reads a record.
+        """Reads `to_text`.
 
         Raises:
-            ValueError: it cannot be read as one, or another version of this package wrote it.
+            ValueError: the text is no record, or another version of this package wrote it.
         """
         with _readable("record", text):
             fields = json.loads(text)
@@ -287,7 +288,7 @@ def digest(options: dict[str, str]) -> str:
 
 
 def differences(theirs: dict[str, str], ours: dict[str, str]) -> list[str]:
-    """What two nodes do not agree on, for people: ``name is … here, but … there``."""
+    """Options that differ between two nodes, for people: ``name is … here, but … there``."""
     names = [name for name in sorted(theirs | ours) if theirs.get(name) != ours.get(name)]
     return [
         f"{name} is {ours.get(name, 'not set')} here, but {theirs.get(name, 'not set')} there"
@@ -299,7 +300,7 @@ def differences(theirs: dict[str, str], ours: dict[str, str]) -> list[str]:
 
 
 def _to_json(value: object) -> str:
-    """Dataclasses inside become lists of their fields: at a thousand nodes names would double the text."""
+    """JSON, with nested dataclasses as lists, since at a thousand nodes field names would double the text."""
     return json.dumps(value, default=lambda one: list(vars(one).values()), separators=(",", ":"))
 
 
@@ -309,7 +310,7 @@ def _seat(group_rank: int | None, slot: int, nproc: int, role: str, node: Any, l
 
 @contextlib.contextmanager
 def _readable(what: str, text: str) -> Iterator[None]:
-    """Turns whatever goes wrong while a text is read into a ValueError that shows the text."""
+    """Turns any error while a text is read into a ValueError that shows the text."""
     try:
         yield
     except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -1,7 +1,8 @@
-"""The record in a store: reads, changes by compare-and-set, waits for the next one.
+"""The record in a store: reads, changes by compare-and-set, waits for the next version.
 
-It is replaced by compare_set from exactly what was read. Every version has its own `writer`, so a node that
-reads its own one back knows that it has won, also where an answer was lost and the client asked again.
+The record is replaced by compare_set from exactly what was read. Every version has its own `writer`. So a
+node that reads its own version back knows that it has won, even if an answer was lost and the client asked
+again.
 """
 
 import contextlib
@@ -24,13 +25,13 @@ T = TypeVar("T")
 
 Change = Callable[[RendezvousRecord], RendezvousRecord]
 
-#: So many keys that wake waiters stay. A wait for an older one lasts until its timeout: the key is gone.
+#: Number of notification keys that are kept. A wait for an older version times out, as its key is gone.
 KEPT_VERSIONS = 32
 
 
 @contextlib.contextmanager
 def store_errors() -> Iterator[None]:
-    """Errors of the store become torch's error for that."""
+    """Turns errors of the store into torch's error for them."""
     try:
         yield
     except (StoreError, DistError) as error:
@@ -41,9 +42,9 @@ class RecordRegister:
     """The record in a store, for one thread.
 
     Args:
-        store: a client that no one else uses.
-        initial: the record as long as none has been written.
-        board: where each record goes that is read or written; one of its own when None.
+        store: a client that nobody else uses.
+        initial: the record until one has been written.
+        board: gets each record that is read or written; a new board when None.
     """
 
     def __init__(self, store: Operations, initial: RendezvousRecord, board: "Board | None" = None) -> None:
@@ -55,19 +56,19 @@ class RecordRegister:
         """Reads the record.
 
         Raises:
-            RendezvousStateError: it cannot be read as one.
+            RendezvousStateError: the text is no record.
         """
         return self._learn(read(self.store, RECORD_KEY) or "")
 
     def latest(self) -> RendezvousRecord:
-        """The newest record that this process knows; read only if it knows none."""
+        """The newest record that this process knows; reads it if the process knows none."""
         return self.board.record or self.read()
 
     def change(self, change: Change, timeout: float = 30.0) -> RendezvousRecord:
-        """Changes the record: again with each newer one, until it is written or the change does nothing.
+        """Changes the record; repeated on each newer record, until it is written or the change does nothing.
 
         Raises:
-            RendezvousTimeoutError: other nodes were faster again and again, for that many seconds.
+            RendezvousTimeoutError: other nodes were faster each time, for ``timeout`` seconds.
         """
         record, won = self.latest(), False
         deadline = self.store.now() + timeout
@@ -78,14 +79,14 @@ class RecordRegister:
         return record
 
     def touch(self) -> None:
-        """Makes a new version of the record with nothing else changed, which wakes all that wait for one."""
+        """Writes a new version of the record with nothing else changed, which wakes all waiters."""
         self.change(lambda record: dataclasses.replace(record, version=record.version + 1))
 
     def replace(self, before: RendezvousRecord, after: RendezvousRecord) -> tuple[RendezvousRecord, bool]:
-        """Replaces the record, unless another node has, and wakes those that wait for that.
+        """Replaces the record, unless another node has done so, and wakes the waiters.
 
         Returns:
-            The record as it is now, and whether it was replaced.
+            The record as it is now, and whether this call replaced it.
 
         Raises:
             RendezvousStateError: the record is gone, or cannot be read.
@@ -96,7 +97,7 @@ class RecordRegister:
         desired = record.to_text()
         held = self.store.execute([CompareAndSet(RECORD_KEY, expected, desired)])[0] or ""
         if held == desired:
-            # The node that wrote the version before may have died before it could wake the others.
+            # The node that wrote the last version may have died before it could wake the others.
             wakes = (self.store.wake_name(version_key(number)) for number in (version - 1, version))
             self.store.execute([Write(dict.fromkeys(wakes, ""))])
             if version > KEPT_VERSIONS:
@@ -112,24 +113,24 @@ class RecordRegister:
         return self._learn(held), False
 
     def wait(self, version: int, seconds: float) -> RendezvousRecord | None:
-        """Waits to be woken by a version newer than this one, then reads the record.
+        """Waits for the notification of the next version, then reads the record.
 
-        It reads what the record is now, however long this node was stopped before it could look. But a wait
-        that begins when the record is `KEPT_VERSIONS` further on already is never woken.
+        The record is current even if this node was stopped meanwhile. But if the record is `KEPT_VERSIONS`
+        further on already when the wait begins, no notification comes.
 
         Returns:
-            The record; None if nothing came in time: then it has to be read.
+            The record; None if no notification came in time: then the record has to be read.
         """
         return self.read() if self.store.wait_for(version_key(version + 1), seconds) is not None else None
 
     def pass_on(self, version: int) -> None:
-        """Wakes those that wait for a version, if its writer died before it could."""
+        """Wakes the waiters for a version, in case its writer died before it could."""
         key = version_key(version)
         if not self.store.check([self.store.wake_name(key)]):
             self.store.execute([Notify(key, "")])
 
     def announce(self, epoch: int, admission: Admission) -> int:
-        """Appends an admission to a log; returns how many there are, by the count."""
+        """Appends an admission to a log; returns the log's count of admissions, a hint."""
         self.store.execute([Append(log_key(epoch), admission.to_text())])
         return self.store.add(count_key(epoch), 1)
 
@@ -137,7 +138,7 @@ class RecordRegister:
         """Reads a log.
 
         Raises:
-            RendezvousStateError: a line of it cannot be read.
+            RendezvousStateError: an entry cannot be read.
         """
         key = log_key(epoch)
         try:
@@ -155,15 +156,15 @@ class RecordRegister:
 class Board:
     """The newest record that this process knows, for all of its threads; and the agent's callbacks.
 
-    A thread that waits here, unlike one that waits in a TCPStore, is interrupted by signals.
+    Signals interrupt a thread that waits here, unlike one that waits in a TCPStore.
 
     Args:
-        on_evicted: notified of the seats that this node has taken from silent nodes, right after it has. No
-            other node is, and under the policy ``rank`` this is evidence of the death of all the silent
-            node's ranks. Called in the thread that sends the heartbeat.
-        on_change: notified of each new record. Called in the thread that waits for them.
-        on_lost: notified, once, that the store is lost: no later change will be seen. Called in the thread
-            that noticed.
+        on_evicted: called with the seats of silent nodes that this node has just evicted, in the thread that
+            sends the heartbeat. No other node's agent is notified. Under the policy ``rank`` the eviction is
+            evidence of the death of all the silent node's ranks.
+        on_change: called with each new record, in the thread that waits for changes.
+        on_lost: called once when the store is lost and no later change will be seen, in the thread that
+            noticed it.
 
     Attributes:
         record: the newest record; None if none is known yet.
@@ -183,12 +184,12 @@ class Board:
         self._lost: Exception | None = None
 
     def known(self) -> RendezvousRecord:
-        """The newest record, where one is known."""
+        """The newest record, which must be known."""
         assert self.record is not None
         return self.record
 
     def learn(self, record: RendezvousRecord) -> RendezvousRecord:
-        """Keeps a record, if it is newer; returns it in any case."""
+        """Keeps a record if it is newer; returns the same record."""
         with self._changed:
             if self.record is None or record.version > self.record.version:
                 self.record = record
@@ -196,7 +197,7 @@ class Board:
         return record
 
     def lose(self, error: Exception) -> None:
-        """The store is lost: no later change will be seen."""
+        """Notes that the store is lost, so that no later change will be seen."""
         with self._changed:
             is_first = self._lost is None
             self._lost = self._lost or error
@@ -234,7 +235,7 @@ class Board:
 
 
 def _guarded(name: str, function: Callable[[T], object] | None) -> Callable[[T], None]:
-    """A callback of the agent's: its error must not end the thread that keeps the node in."""
+    """Logs errors of an agent's callback, which must not end the thread that keeps the node in."""
 
     def call(argument: T) -> None:
         try:

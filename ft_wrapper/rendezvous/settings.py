@@ -1,4 +1,4 @@
-"""How a rendezvous is configured: torch's parameters, or a URL; errors name the way out."""
+"""How a rendezvous is configured: torch's parameters, or a URL. Errors say what to do."""
 
 import dataclasses
 import difflib
@@ -19,12 +19,12 @@ from ..store import address as addresses
 N = TypeVar("N", int, float)
 
 NAME = "ft"
-#: Under torchrun the first one is taken: a handler for a version of etcd that is gone has it.
+#: The names for etcd. Under torchrun the first name belongs to torch's handler for an old version of etcd.
 ETCD_NAMES = ("etcd", "ft-etcd")
 ETCD_PORT = 2379
 
-# What torchrun always passes, an option of its own handler that has no meaning here, and what programs pass
-# to any backend though it is about a TCPStore.
+# Options without meaning here: torchrun passes some always, and programs pass those of a TCPStore to any
+# backend.
 _IGNORED = frozenset({"timeout", "heartbeat_timeout", "rank", "is_host"})
 
 _SECONDS = ("join_timeout", "last_call_timeout", "close_timeout", "keep_alive_interval", "patience")
@@ -35,20 +35,21 @@ class RendezvousSettings:
     """How a rendezvous is configured.
 
     Args:
-        run_id: the job. Nodes of another one at the same endpoint are refused.
-        min_nodes: a round needs that many nodes.
-        max_nodes: with that many it begins at once; more are spares.
+        run_id: name of the job. Nodes of another job at the same endpoint are refused.
+        min_nodes: fewest nodes of a round.
+        max_nodes: most nodes of a round, which begins at once with them; further nodes are spares.
         join_timeout: seconds within which enough nodes have to join.
         last_call_timeout: seconds to wait for more nodes once there are enough.
-        close_timeout: seconds within which closing and leaving have to be done.
+        close_timeout: seconds within which the rendezvous has to be closed or left.
         keep_alive_interval: seconds between two heartbeats.
-        keep_alive_max_attempt: a node is lost once it has missed that many heartbeats.
+        keep_alive_max_attempt: number of missed heartbeats after which a node is lost.
         patience: seconds after which a node that has joined writes itself into the record.
         agreed: further options of the agents that must be the same on all nodes, by name.
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: one has a wrong value, or two contradict each other; names them and the way out.
+        ValueError: an argument has a wrong value, or two contradict each other; names them and says what to
+            do.
     """
 
     run_id: str
@@ -81,7 +82,7 @@ class RendezvousSettings:
         return self.keep_alive_interval * self.keep_alive_max_attempt
 
     def options(self) -> dict[str, str]:
-        """What must be the same on all nodes."""
+        """Options that must be the same on all nodes."""
         return {
             "run_id": self.run_id,
             "nnodes": f"{self.min_nodes}:{self.max_nodes}",
@@ -96,11 +97,11 @@ class Identity:
     """This node, as far as it is configured.
 
     Args:
-        node_id: its id; a unique one is made when None.
-        is_index: whether a scheduler gave it that id: another step, or pod, may have the same.
-        address: where the others reach it; found out when empty.
-        nproc: ranks that it starts.
-        role: what they do.
+        node_id: id of the node; a unique one is made when None.
+        is_index: whether the id is from a scheduler, so that another job step or pod may have the same id.
+        address: address at which other nodes reach this node; found out when empty.
+        nproc: number of ranks that the node starts.
+        role: name of what these ranks do.
     """
 
     node_id: str | None = None
@@ -126,14 +127,14 @@ def read_parameters(parameters: RendezvousParameters) -> tuple[RendezvousSetting
     """Reads torch's parameters, as torchrun makes them of ``--rdzv-*`` and ``--nnodes``.
 
     Args:
-        parameters: ``config`` may hold all arguments of `RendezvousSettings` but the first three and
-            ``agreed``, ``read_timeout``, ``node_id``, ``nproc`` and ``role``, as text or as values. On a
-            TCPStore also ``is_host`` and ``store_type`` (``tcp``); in etcd, which no node hosts,
-            ``etcd_prefix`` (``ft_wrapper``), ``cacert``, ``cert`` and ``key`` (paths), ``ttl`` (seconds for
-            which the keys of a job that has died stay).
+        parameters: torch's parameters. ``config`` may hold all arguments of `RendezvousSettings` except the
+            first three and ``agreed``; and ``read_timeout``, ``node_id``, ``nproc`` and ``role``; as text or
+            as values. On a TCPStore also ``is_host`` and ``store_type`` (``tcp``); on etcd ``etcd_prefix``
+            (``ft_wrapper``), ``cacert``, ``cert`` and ``key`` (paths), and ``ttl`` (seconds for which the
+            keys of a dead job stay).
 
     Raises:
-        ValueError: something is unknown, or has a wrong value; names it and the way out.
+        ValueError: a parameter is unknown, or has a wrong value; names it and says what to do.
     """
     config = _given(parameters)
     for name, hint in unknown_options(parameters.backend, config).items():
@@ -150,7 +151,7 @@ def read_parameters(parameters: RendezvousParameters) -> tuple[RendezvousSetting
         nproc=_number(int, "nproc", config.get("nproc", 1)),
         role=str(config.get("role", "default")),
     )
-    # What a backend will ask for: an error comes before anything is done.
+    # What a backend will read: errors are raised before anything is done.
     read_timeout(parameters)
     if parameters.backend in ETCD_NAMES:
         etcd_address(parameters)
@@ -160,18 +161,22 @@ def read_parameters(parameters: RendezvousParameters) -> tuple[RendezvousSetting
 
 
 def read_timeout(parameters: RendezvousParameters) -> float:
-    """Seconds for which a store, or an etcd, that does not answer is tried again; errors as above."""
+    """Seconds for which an operation is retried while the store does not answer.
+
+    Raises:
+        ValueError: the value is wrong.
+    """
     return as_seconds(
         "read_timeout", _number(float, "read_timeout", _given(parameters).get("read_timeout", 60))
     )
 
 
 def unknown_options(backend: str, names: Iterable[str]) -> dict[str, str]:
-    """Which options a rendezvous of ours does not have, each with what may have been meant.
+    """The options that our rendezvous does not have, each with a hint what may have been meant.
 
     Args:
-        backend: what ``--rdzv-backend`` calls it.
-        names: of the options.
+        backend: the backend's name for ``--rdzv-backend``.
+        names: names of the options.
     """
     known = _KNOWN + (_ETCD_ONLY if backend in ETCD_NAMES else _TCP_ONLY)
     hints = {}
@@ -183,7 +188,7 @@ def unknown_options(backend: str, names: Iterable[str]) -> dict[str, str]:
 
 
 def etcd_address(parameters: RendezvousParameters) -> addresses.EtcdAddress:
-    """Where a job's keys are in etcd: under its own name. Errors as of `read_parameters`."""
+    """The address of a job's keys in etcd, under the job's name. Raises the errors of `read_parameters`."""
     config = _given(parameters)
     members = [member.strip() for member in parameters.endpoint.split(",") if member.strip()]
     if not members:
@@ -196,8 +201,9 @@ def etcd_address(parameters: RendezvousParameters) -> addresses.EtcdAddress:
     for option, name in (("cacert", "ca"), ("cert", "cert"), ("key", "key")):
         if option in config:
             files[name] = str(config[option])
-    addresses.etcd_login()  # an error comes before anything is done
-    addresses.parse_endpoints(endpoints, tls="ca" in files or "cert" in files)  # the same
+    # Both only for their errors, before anything is done.
+    addresses.etcd_login()
+    addresses.parse_endpoints(endpoints, tls="ca" in files or "cert" in files)
     ttl = _number(int, "ttl", config.get("ttl", addresses.DEFAULT_TTL))
     if ttl < 10:
         raise ValueError(f"--rdzv-conf ttl={ttl}: must be at least 10 seconds")
@@ -208,11 +214,11 @@ def parameters_from_url(url: str) -> RendezvousParameters:
     """Reads a URL: ``ft://HOST:PORT/RUN_ID?min_nodes=1&max_nodes=2&join_timeout=600``.
 
     Args:
-        url: ``min_workers`` and ``max_workers`` mean the same as ``min_nodes`` and ``max_nodes``; everything
-            else after the question mark is an option as in ``--rdzv-conf``, ``local_addr`` too.
+        url: the URL. ``min_workers`` and ``max_workers`` mean the same as ``min_nodes`` and ``max_nodes``;
+            everything else after the question mark is an option of ``--rdzv-conf``, or ``local_addr``.
 
     Raises:
-        ValueError: it is no such URL; names what is missing.
+        ValueError: the URL is malformed; names what is missing.
     """
     parts, shown = urlsplit(url), without_secrets(url)
     run_id = unquote(parts.path.strip("/"))
@@ -232,16 +238,16 @@ def parameters_from_url(url: str) -> RendezvousParameters:
             raise ValueError(f"rendezvous URL {shown!r}: {name} is missing; append ?min_nodes=1&max_nodes=2")
         sizes.append(_number(int, name, config.pop(name)))
     local_addr = config.pop("local_addr", None)
-    if "timeout" in config:  # of a URL, which torchrun has not written
+    if "timeout" in config:  # a user wrote this URL, while torchrun's own timeout is ignored
         config.setdefault("join_timeout", config.pop("timeout"))
     return RendezvousParameters(parts.scheme, parts.netloc, run_id, sizes[0], sizes[1], local_addr, **config)
 
 
 def node_id_from_environment(environment: Mapping[str, str] = os.environ) -> str | None:
-    """The number that a cluster manager gave this node; None without one.
+    """The number that a cluster manager gave this node; None without a cluster manager.
 
-    SLURM's process number, within a job step only (a batch script's own is always 0), and the completion
-    index of a Kubernetes Job. Not tried on such clusters.
+    It is SLURM's process number, within a job step only (that of a batch script is always 0), or the
+    completion index of a Kubernetes Job. Not tried on such clusters.
     """
     if "SLURM_STEP_ID" in environment and "SLURM_PROCID" in environment:
         return environment["SLURM_PROCID"]

@@ -1,7 +1,7 @@
-"""The store in which the workers of a round agree, where a node hosts it.
+"""The store that the workers of a round use, if a node hosts it.
 
-It is fresh in each round, so that nothing of an earlier one is in it. The node of group rank 0 hosts it; the
-others learn its address from the rendezvous store.
+The store is new in each round, so that it has no keys of earlier rounds. The node of group rank 0 hosts it,
+and the other nodes read its address from the rendezvous store.
 """
 
 from datetime import timedelta
@@ -23,20 +23,20 @@ _TIMEOUT = timedelta(seconds=30)  # of operations on the workers' store
 
 
 def announce_endpoint(store: Operations, round_number: int, address: str) -> None:
-    """Publishes where the store of a round's workers is."""
+    """Publishes the address of the store that a round's workers use."""
     key = endpoint_key(round_number)
     store.execute([Write({key: address}), Notify(wake_endpoint(round_number), "")])
 
 
 def host_workers_store(address: str, port: int = 0) -> TorchTCPStore:
-    """Hosts the store of the workers in this process, until the result is dropped.
+    """Hosts the workers' store in this process, until the returned store is dropped.
 
     Args:
-        address: this node, as the others reach it.
-        port: where it listens; 0 for a free port.
+        address: address at which other nodes reach this node.
+        port: port to listen on; 0 for a free port.
 
     Raises:
-        RendezvousConnectionError: it cannot be opened.
+        RendezvousConnectionError: the store cannot be opened.
     """
     try:
         return serve(address, port, _TIMEOUT)
@@ -48,12 +48,12 @@ def host_workers_store(address: str, port: int = 0) -> TorchTCPStore:
 
 
 class WorkerStores:
-    """The workers' stores of one round after the other, as one node sees them.
+    """The workers' stores, round by round, as one node sees them.
 
     Args:
         backend: where the record is kept.
-        board: the newest record.
-        settings: of the rendezvous.
+        board: holds the newest record.
+        settings: timeouts and options of the rendezvous.
     """
 
     def __init__(self, backend: Backend, board: Board, settings: RendezvousSettings) -> None:
@@ -67,10 +67,10 @@ class WorkerStores:
 
         Args:
             store: a client of the rendezvous store.
-            number: of the round.
-            address: this node's.
+            number: number of the round.
+            address: address of this node.
         """
-        self._hosted = hosted = host_workers_store(address)  # which ends the last round's
+        self._hosted = hosted = host_workers_store(address)  # this ends the last round's store
         announce_endpoint(store, number, host_port(address, hosted.port))
         if number >= 2:
             self._forget(store, number - 2)
@@ -81,17 +81,17 @@ class WorkerStores:
 
         Args:
             store: a client of the rendezvous store.
-            record: in which the round is complete.
+            record: a record with a complete round.
 
         Raises:
-            RendezvousTimeoutError: that node has not opened it in time.
-            RendezvousStateError: what it has written is no address.
+            RendezvousTimeoutError: the other node has not opened the store in time.
+            RendezvousStateError: the published text is no address.
         """
         key, wake = endpoint_key(record.round), wake_endpoint(record.round)
         if record.policy is RoundPolicy.GROUP:
             self.close()
         deadline, limit = store.now() + self._settings.join_timeout, self._settings.keep_alive_timeout
-        # A caller that is interrupted leaves this client waiting, and needs the other to give up its place.
+        # A caller that is interrupted leaves this client waiting, and needs another one to give up its place.
         own = self._backend.connect()
         try:
             while call_in_thread(lambda: own.wait_for(wake, limit), "waiting for the workers' store") is None:
@@ -112,7 +112,7 @@ class WorkerStores:
         return elastic.RendezvousStoreInfo(address, int(port))
 
     def close(self) -> None:
-        """Ends the store that this node hosts, if any."""
+        """Ends the store that this node hosts, if there is one."""
         self._hosted = None
 
     def _is_lost(self, number: int) -> bool:
@@ -121,7 +121,7 @@ class WorkerStores:
         return record.round != number or record.closed or no_host
 
     def _forget(self, store: Operations, number: int) -> None:
-        """Deletes what the agents and workers of an old round have left."""
+        """Deletes the keys of an old round's agents and workers."""
         store.delete_key(endpoint_key(number))
         store.delete_key(store.wake_name(wake_endpoint(number)))
         prefix = f"{agents_prefix(number)}/"
