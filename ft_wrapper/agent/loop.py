@@ -20,8 +20,8 @@ from .. import events
 from .._files import check_open_files, raise_file_limit
 from .._text import without_secrets
 from ..monitor.identity import PROCESS_ENV, mark
-from ..monitor.kept_handlers import handled_signals
 from ..monitor.service import MonitorService
+from ..monitor.signals import handled_signals
 from ..protocol.keys import HEAD
 from ..store.secret import AGENT_ENV, announce, warn_if_open
 from . import ranks

@@ -29,8 +29,8 @@ from typing import Any, NamedTuple, cast
 import psutil
 
 from ..exception import RankShouldRestart
-from .kept_handlers import free_signal
 from .shared_memory import RankMemory
+from .signals import free_signal
 
 _LIBRARIES = (
     f"{os.sep}site-packages{os.sep}",
@@ -283,7 +283,7 @@ def interruptions_unreported() -> Iterator[None]:
     """
     report = sys.unraisablehook
 
-    def unraisable_hook(unraisable: "sys.UnraisableHookArgs") -> None:  # `right_place` knows it by this name
+    def unraisable_hook(unraisable: "sys.UnraisableHookArgs") -> None:  # `safe_points` knows this name
         if not issubclass(unraisable.exc_type, RankShouldRestart):
             report(unraisable)
 

@@ -1,29 +1,30 @@
 """How the thread that runs the function is made to leave it.
 
-The monitor thread sends a signal to that thread; the handler, which Python runs in the main thread between
-two instructions of whatever it is doing, decides there and then whether to raise. It does so only between
-entering and leaving `Interrupter.call`, outside `Interrupter.atomic` and this module's own frames, and where
-`Deferral` finds that nothing is left undone by it. It cannot raise
+The monitor thread sends a signal. Python runs the signal's handler in the main thread, between two
+instructions, and the handler decides whether to raise the interruption. It may raise only between entering
+and leaving `Interrupter.call`, and outside `Interrupter.atomic` and this module's own frames. Even there,
+`Deferral` puts it off in two cases:
 
-- where a frame up to the function's is at a wrong place (`right_place`): one that makes, enters or leaves a
-  ``with``, say, would leave a lock held or gradients off for good. Unless the thread is stuck there, or each
-  frame that is at a wrong place has been for a grace time (each: a long call from a wrong place does not lay
-  open what it calls). No time helps against an import, which cut short leaves a broken module behind for the
-  rest of the process, or inside torch's call from C++ into Python, where it may abort;
-- while the thread cleans up after an earlier interruption (a ``finally``, an ``except``), or is in a
-  finalizer (a ``__del__``, a generator that is closed), unless that takes longer than another grace time.
+- The thread is at an *unsafe point* (`safe_points`). It enters or leaves a ``with``, for example: an
+  interruption would leave a lock held, or gradients off, for good. Two exceptions: the thread has not moved
+  for several resends, or *every* unsafe frame has been unsafe for the grace time. (Every one: waiting in an
+  outer frame must not expose a newly entered inner one.) No wait makes two frames safe: an import, which
+  would leave a broken module behind for the rest of the process, and torch's call from C++ into Python,
+  where an exception may abort the process.
+- The thread cleans up after an earlier interruption (in a ``finally`` or an ``except``), or runs a finalizer
+  (a ``__del__``, or a generator that is being closed). It gets another grace time for that.
 
-Where the signal lands at a wrong place, the frames outside of what is wrong are traced by instruction, and
-the exception is raised at the first right one. What is not raised there, or cannot be since a debugger
-traces, is tried again with the next signal, until the thread is out. What is raised in a finalizer in the end
-is swallowed by Python; so the frames outside of it are traced, too, and the first right one raises again.
+After a signal at an unsafe point, Python traces the unsafe frame and its callers by instruction, and the
+tracer raises at the first safe point. If it does not, or a debugger already traces, the next signal tries
+again, until the thread has left. Python swallows what is raised inside a finalizer. So the callers of the
+finalizer are traced, too, and raise again at their first safe point.
 
-A function that runs outside the main thread cannot be reached by a signal handler. An asynchronous exception
-takes its place: it wakes no blocked call, and the rules are checked when it is sent, not where it arrives.
+A signal handler cannot reach a function that runs outside the main thread. An asynchronous exception replaces
+the signal there. It wakes no blocked call, and the rules are checked when it is sent, not where it arrives.
 
-Nothing here takes a Python-level lock in the function's thread, since an interrupt (a Ctrl-C, too) between
-taking and releasing one would leave it held. The few shared fields are single values, ordered by the GIL:
-one side writes its own field before it reads the other's, so that at least one of the two sees the other.
+The function's thread takes no Python-level lock here: an exception (a Ctrl-C, too) between taking and
+releasing it would leave it held. The few shared fields are single values, ordered by the GIL. Each side
+writes its own field before it reads the other's, so at least one of the two sees the other's write.
 """
 
 import contextlib
@@ -36,39 +37,40 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from ..exception import JobAbort, RankShouldRestart, RestartAbort
 from ..settings import Limits
 from .frames import current_exception, current_frames
-from .kept_handlers import free_signal
-from .right_place import obstacle, prepare
+from .safe_points import obstacle, prepare
+from .signals import free_signal
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: Seconds between two attempts while the function does not leave; the first few follow each other faster.
+#: Seconds between two signals while the function does not leave; the first few follow each other faster.
 RESEND_INTERVAL = 0.02
 
 _MESSAGE = "this restart iteration is over; let the exception pass"
 _FIRST_RESEND = 0.001
 _STUCK_AFTER = 3  # resend intervals at one instruction
-_TO_LEAVE = (RestartAbort, RankShouldRestart)  # of which a group may have nothing else
+_TO_LEAVE = (RestartAbort, RankShouldRestart)  # an exception group of these alone stands for its first
 
 
 class Interrupter:
     """Runs a function so that another thread can make it leave.
 
-    Made by the thread that runs the function: the main thread installs a signal's handler. To that thread
-    belong all methods but `look_ahead`, `request` and `interrupt_until_left`.
+    The thread that runs the function makes it, and calls all methods but `look_ahead`, `request` and
+    `interrupt_until_left`. If this is the main thread, it gets the handler of a signal.
 
     Args:
-        unwind_grace: seconds for the function's clean-up, before that is interrupted, too.
+        unwind_grace: seconds for the function's clean-up, before the clean-up is interrupted, too.
 
     Attributes:
-        thread: the function's, as ``threading.get_ident()`` has it.
+        thread: the function's thread, by its ``threading.get_ident()``.
         signum: the signal in use; None outside the main thread.
-        requested: whether this iteration's function was interrupted.
+        requested: whether the function of this iteration has to leave.
+        is_running: whether the function is being called, and may be interrupted.
 
     Raises:
         RuntimeError: no real-time signal is free.
@@ -78,7 +80,7 @@ class Interrupter:
         self.thread = threading.get_ident()
         self.signum: int | None = None
         # Written by the function's thread.
-        self._armed = False
+        self.is_running = False
         self._depth = 0
         self._unwind_grace = unwind_grace
         self._deferral = Deferral(unwind_grace)
@@ -86,9 +88,9 @@ class Interrupter:
         self._atomic = Atomic(self)
         # Written by the monitor thread.
         self.requested = False
-        self._sent_async = False  # and reset by the function's, once nothing more is sent
-        # Between the two: held by the function's thread inside `call`; held around a check of `_armed` and
-        # the sending that follows from it; told when an atomic block ended.
+        self._sent_async = False  # the function's thread resets it, once nothing more is sent
+        # Between the two threads. `_inside`: the function's thread holds it inside `call`. `_sending`: held
+        # from a check of `is_running` to the sending that follows. `_left_atomic`: an atomic block has ended.
         self._inside = threading.Lock()
         self._sending = threading.Lock()
         self._left_atomic: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -99,17 +101,12 @@ class Interrupter:
 
     # ---- the function's thread
 
-    @property
-    def is_running(self) -> bool:
-        """Whether the function is being called."""
-        return self._armed
-
     def close(self) -> None:
-        """Gives the signal back; the function has left."""
+        """Gives the signal back, after the function has left."""
         if self.signum is None:
             return
-        # A signal sent a moment ago may still be on its way, and by default it ends the process. So: hold
-        # it back, ignore it (that discards it), restore, let through.
+        # A signal that was just sent may be pending, and by default it ends the process. So: block it, ignore
+        # it (which discards it), restore the default, unblock.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {self.signum})
         try:
             signal.signal(self.signum, signal.SIG_IGN)
@@ -118,37 +115,38 @@ class Interrupter:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def reset(self) -> None:
-        """Forgets the interruption, before the next iteration: the last one's monitor thread is through."""
+        """Forgets the interruption, before the next iteration; the monitor thread is done with the last."""
         self.requested = False
 
     def call(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Calls a function, which `request` and `interrupt_until_left` can end from another thread.
 
-        Once this method has returned or raised, no interruption can come any more.
+        Once this method has returned or raised, no interruption comes.
 
         Raises:
-            RankShouldRestart: it was interrupted: before it began, while it ran, or so late that it had
-                already returned. An ``Exception`` that an interrupted function raises is the cause.
-            BaseException: whatever else the function raises; a ``BaseException`` also when interrupted.
+            RankShouldRestart: the function was interrupted: before it began, while it ran, or after it had
+                returned. If an interrupted function raises an ``Exception``, this is the cause.
+            BaseException: whatever else the function raises. If it is no ``Exception``, then also when the
+                function was interrupted.
         """
         result: Any = None
         error: BaseException | None = None
         began = left = False
         with self._inside:
-            # Whatever is raised in the bookkeeping itself (a Ctrl-C; outside the main thread an interruption)
-            # must not keep it from being finished.
+            # An exception in the bookkeeping itself (a Ctrl-C; outside the main thread an interruption) must
+            # not cut the bookkeeping short.
             while not left:
                 try:
                     if not began:
                         began = True
-                        self._armed = True
+                        self.is_running = True
                         if not self.requested:
                             result = _run(fn, args, kwargs)
-                    self._armed = False
+                    self.is_running = False
                     self._withdraw()
                     _stop_tracing(None)
-                    self._leave_atomic()  # a block that the function never left
-                    self._deferral = Deferral(self._unwind_grace)  # which holds no frame
+                    self._leave_atomic()  # the function may have left a block open
+                    self._deferral = Deferral(self._unwind_grace)  # the old one holds frames
                     self._traced = False
                     left = True
                 except BaseException as raised:
@@ -161,15 +159,15 @@ class Interrupter:
             if error is not None:
                 raise error
         finally:
-            del error  # it refers to this frame by its traceback
+            del error  # its traceback refers to this frame
         return result  # type: ignore[no-any-return]
 
     def atomic(self) -> "Atomic":
         """Returns the context manager for a block that is not interrupted half-way.
 
-        Reentrant. An interruption waits for the end of the outermost block, which then raises
-        ``RankShouldRestart``, unless another exception is on its way; so does beginning one after the
-        interruption. Outside `call` it never raises.
+        Reentrant. An interruption waits for the end of the outermost block. This end then raises
+        ``RankShouldRestart``, unless another exception leaves the block. Beginning a block after an
+        interruption raises it, too. Outside `call` neither raises.
 
         Raises:
             RuntimeError: on entering, in another thread than the function's.
@@ -182,11 +180,11 @@ class Interrupter:
             self._left_atomic.put(None)
 
     def _withdraw(self) -> None:
-        """After disarming: makes sure that nothing more is sent, and takes back what can be.
+        """After disarming: ensures that nothing more is sent, and takes back an asynchronous exception.
 
-        A signal that is still on its way finds the handler disarmed.
+        A signal that is still pending finds the handler disarmed.
         """
-        with self._sending:  # who saw us armed has sent by now
+        with self._sending:  # a sender that read `is_running` before has sent by now
             pass
         if self._sent_async:
             self._sent_async = False
@@ -195,16 +193,16 @@ class Interrupter:
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         if not self._is_due() or _is_own(frame):
             return
-        raises, outside = self._deferral.decide(frame, sys.exc_info()[1])
-        if outside is not None:
-            self._trace_from(outside)
+        raises, trace_from = self._deferral.decide(frame, sys.exc_info()[1])
+        if trace_from is not None:
+            self._trace_from(trace_from)
         elif raises:
             _stop_tracing(frame)
         if raises:
             raise self._interruption()
 
     def _is_due(self) -> bool:
-        return self._armed and self.requested and not self._depth
+        return self.is_running and self.requested and not self._depth
 
     def _interruption(self) -> RankShouldRestart:
         self._deferral.interrupted()
@@ -212,9 +210,9 @@ class Interrupter:
         return RankShouldRestart(_MESSAGE)
 
     def _trace_from(self, frame: FrameType | None) -> None:
-        """Has the first right instruction of these frames raise; calls made from now on are not traced."""
+        """Raises at the first safe point of a frame and its callers. New frames are not traced."""
         if sys.gettrace() not in (None, _trace_no_call):
-            return  # a debugger's; the next signal comes soon
+            return  # a debugger traces; the next signal comes soon
         while frame is not None and frame.f_code is not _run.__code__:
             frame.f_trace = self._trace
             frame.f_trace_opcodes = True
@@ -229,7 +227,7 @@ class Interrupter:
         if (
             event in ("opcode", "line")
             and self._is_due()
-            and self._deferral.is_right(frame, sys.exc_info()[1])
+            and self._deferral.is_safe(frame, sys.exc_info()[1])
         ):
             _stop_tracing(frame)
             raise self._interruption()
@@ -238,28 +236,31 @@ class Interrupter:
     # ---- the monitor thread
 
     def look_ahead(self) -> None:
-        """Reads the code in which the function stands now, so that an interrupt finds that done.
+        """Analyses the code that the function runs now, so that an interruption need not.
 
-        A first reading takes up to a millisecond, for which the other ranks would have to wait. What the
-        function comes to later is read when it is interrupted there.
+        The first analysis takes up to a millisecond, and at a restart the other ranks would wait for it. Code
+        that the function enters later is analysed when an interruption meets it.
         """
-        if self._armed:
+        if self.is_running:
             prepare(current_frames().get(self.thread), _run.__code__)
 
     def request(self) -> None:
-        """Marks the interruption, and waits until the function is outside `atomic`.
+        """Requests that the function leaves, and waits for the end of its atomic block, if it is in one.
 
-        From then on it cannot begin another atomic block; what `interrupt_until_left` is for can begin.
+        From then on the function cannot begin another atomic block. `interrupt_until_left` makes it leave.
         """
         self.requested = True
         while self._depth:
             self._left_atomic.get()
 
     def interrupt_until_left(self, timeout: float) -> bool:
-        """Interrupts the function, again and again, until its thread is out of `call`; whether it is.
+        """Interrupts the function again and again, until its thread has left `call`.
 
         Args:
             timeout: seconds to try at most.
+
+        Returns:
+            Whether the thread has left.
         """
         deadline = time.monotonic() + timeout
         pause = min(_FIRST_RESEND, RESEND_INTERVAL)
@@ -270,7 +271,7 @@ class Interrupter:
                 return False
             self._send()
             wait = min(pause, remaining)
-            # Quickly again at first, and while it passes one ``with`` after the other and is not traced.
+            # At short intervals first, and while an untraced thread moves from one unsafe point to another.
             quickly = self._deferral.passing is not None and not self._traced
             pause = min(_FIRST_RESEND if quickly else 2 * pause, RESEND_INTERVAL)
         self._inside.release()
@@ -278,10 +279,10 @@ class Interrupter:
 
     def _send(self) -> None:
         with self._sending:
-            if not self._armed or self._depth:
+            if not self.is_running or self._depth:
                 return
             if self.signum is not None:
-                # EAGAIN: as many are queued as the kernel allows, so the thread has enough of them.
+                # EAGAIN: the kernel's queue is full of them, so one will reach the thread anyway.
                 with contextlib.suppress(BlockingIOError):
                     signal.pthread_kill(self.thread, self.signum)
                 return
@@ -307,14 +308,14 @@ class Atomic:
         """Begins a block that is not interrupted.
 
         Raises:
-            RankShouldRestart: this iteration is over already.
+            RankShouldRestart: the iteration is already over.
             RuntimeError: in another thread than the function's.
         """
         interrupter = self._interrupter
         if interrupter.thread != threading.get_ident():
             raise RuntimeError("atomic() must be entered by the thread that runs the function")
         interrupter._depth += 1
-        if interrupter.requested and interrupter._depth == 1 and interrupter._armed:
+        if interrupter.requested and interrupter._depth == 1 and interrupter.is_running:
             interrupter._leave_atomic()
             interrupter._deferral.interrupted()
             raise RankShouldRestart(_MESSAGE)
@@ -325,98 +326,106 @@ class Atomic:
         """Ends the block.
 
         Raises:
-            RankShouldRestart: it was the outermost, the iteration is over, and no exception is on its way.
+            RankShouldRestart: the outermost block ends without an exception, and the iteration is over.
         """
         interrupter = self._interrupter
         if interrupter._depth > 1:
             interrupter._depth -= 1
             return
         interrupter._leave_atomic()
-        if interrupter.requested and interrupter._armed and kind is None:
+        if interrupter.requested and interrupter.is_running and kind is None:
             interrupter._deferral.interrupted()
             raise RankShouldRestart(_MESSAGE)
 
 
-class Deferral:
-    """Whether one function can be made to leave where it stands. Belongs to the function's thread.
+class RaiseDecision(NamedTuple):
+    """What `Deferral` decides.
 
     Args:
-        unwind_grace: seconds for its ``finally`` and ``except`` blocks, and to come to a right place.
+        raises: whether to raise now.
+        trace_from: the frame that is traced, with its callers, to raise at the first safe point: later, or
+            once more where Python swallows what is raised now. None if no frame is traced.
+    """
+
+    raises: bool
+    trace_from: FrameType | None
+
+
+class Deferral:
+    """Decides whether the function can be made to leave where it is. Belongs to the function's thread.
+
+    Args:
+        unwind_grace: seconds for ``finally`` and ``except`` blocks, and to come to a safe point.
 
     Attributes:
-        passing: the innermost frame with its instruction, and when that was first seen, if the thread was
-            at a wrong place when it was last looked at.
+        passing: the innermost frame, its instruction, and when it was first seen there, if the thread was at
+            an unsafe point at the last look; else None.
     """
 
     def __init__(self, unwind_grace: float) -> None:
         self._grace = unwind_grace
-        # When the clean-up after an interruption began, or was first met; None if there was none.
+        # When the clean-up after an interruption began, or was first seen; None if there was none.
         self._grace_since: float | None = None
-        # Put off at a wrong place: which frames are at one since when, and how often the innermost
-        # instruction was seen again.
-        self._wrong_since: dict[FrameType, float] = {}
+        # Since when each frame is at an unsafe point, and how often `passing` was seen again.
+        self._unsafe_since: dict[FrameType, float] = {}
         self.passing: tuple[FrameType, int, float] | None = None
         self._seen_again = 0
 
     def interrupted(self) -> None:
-        """An interruption is about to be raised: what follows is the function's clean-up."""
+        """Notes that an interruption is about to be raised: what follows is the function's clean-up."""
         self.passing = None
-        self._wrong_since = {}
+        self._unsafe_since = {}
         self._grace_since = time.monotonic()
 
-    def decide(self, frame: FrameType | None, handled: BaseException | None) -> tuple[bool, FrameType | None]:
-        """Decides about a function that stands here.
+    def decide(self, frame: FrameType | None, handled: BaseException | None) -> RaiseDecision:
+        """Decides whether an interruption is raised where the function is now.
 
         Args:
-            frame: its innermost frame.
-            handled: the exception that its thread handles.
-
-        Returns:
-            Whether it can be made to leave now. And the innermost frame of those in which the first right
-            instruction has to raise: later, or again where Python swallows what is raised here. Or None.
+            frame: the function's innermost frame.
+            handled: the exception that the function's thread handles.
         """
-        wrong = obstacle(frame, _run.__code__)
+        found = obstacle(frame, _run.__code__)
         now = time.monotonic()
-        self._wrong_since = {each: self._wrong_since.get(each, now) for each in wrong.frames}
-        new = [each for each in wrong.frames if not self._has_waited(each)]
-        if not wrong.frames:
+        self._unsafe_since = {each: self._unsafe_since.get(each, now) for each in found.frames}
+        in_grace = [each for each in found.frames if not self._has_waited(each)]
+        if not found.frames:
             self.passing = None
             raises = True
         else:
-            raises = not wrong.for_good and (self._is_stuck(frame) or not new)
-        if raises and (wrong.finalizer is not None or self._is_cleaning_up(handled)):
+            raises = not found.for_good and (self._is_stuck(frame) or not in_grace)
+        if raises and (found.finalizer is not None or self._is_cleaning_up(handled)):
             if self._grace_since is None:
                 self._grace_since = now
             raises = now - self._grace_since >= self._grace
-        if wrong.finalizer is not None:
-            return raises, wrong.finalizer.f_back
-        outside = _outside_generator(frame) if _is_in_context(handled, GeneratorExit) else None
-        if outside is None and new and not raises:
-            outside = new[-1]
-        return raises, outside
+        if found.finalizer is not None:
+            return RaiseDecision(raises, found.finalizer.f_back)
+        trace_from = _outside_generator(frame) if _is_in_context(handled, GeneratorExit) else None
+        if trace_from is None and in_grace and not raises:
+            trace_from = in_grace[-1]
+        return RaiseDecision(raises, trace_from)
 
-    def is_right(self, frame: FrameType, handled: BaseException | None) -> bool:
-        """Whether a traced frame has come to where an interruption can be raised."""
-        wrong = obstacle(frame, _run.__code__)
-        if wrong.for_good or wrong.finalizer is not None:
+    def is_safe(self, frame: FrameType, handled: BaseException | None) -> bool:
+        """Whether an interruption can be raised where a traced frame is now."""
+        found = obstacle(frame, _run.__code__)
+        if found.for_good or found.finalizer is not None:
             return False
-        return all(map(self._has_waited, wrong.frames)) and not self._is_cleaning_up(handled)
+        return all(map(self._has_waited, found.frames)) and not self._is_cleaning_up(handled)
 
     def _has_waited(self, frame: FrameType) -> bool:
-        """Whether a frame has been at wrong places too long for them to count."""
-        since = self._wrong_since.get(frame)
+        """Whether a frame has been unsafe for the grace time, and no longer holds an interruption up."""
+        since = self._unsafe_since.get(frame)
         return since is not None and time.monotonic() - since >= self._grace
 
     def _is_cleaning_up(self, handled: BaseException | None) -> bool:
-        """Whether the exception being handled is an interruption, or closes a generator."""
+        """Whether the thread handles an earlier interruption, or closes a generator."""
         kinds = GeneratorExit if self._grace_since is None else (GeneratorExit, RankShouldRestart)
         return _is_in_context(handled, kinds)
 
     def _is_stuck(self, frame: FrameType | None) -> bool:
-        """Whether the innermost frame has been at this instruction for several resends, and seen so often.
+        """Whether several signals, over several resend intervals, found the thread at this instruction.
 
-        By time alone, a thread that gets no processor would seem to be stuck wherever it waits for one. The
-        frame is kept until the next attempt, since a new one could get its address.
+        Time alone does not show it: a thread that waits for a processor does not move either. The frame is
+        kept until the next signal, or a new frame could get its address.
         """
         if frame is None:
             return False
@@ -431,7 +440,7 @@ class Deferral:
 
 
 def _outside_generator(frame: FrameType | None) -> FrameType | None:
-    """What called the innermost generator: it does not see what is raised in one that is being closed."""
+    """The caller of the innermost generator: what is raised in a generator being closed does not reach it."""
     while frame is not None and frame.f_code is not _run.__code__:
         if frame.f_code.co_flags & inspect.CO_GENERATOR:
             return frame.f_back
@@ -450,12 +459,12 @@ def _is_in_context(
 
 
 def _run(fn: Callable[..., T], args: Any, kwargs: Any) -> T:
-    """Calls the function. The one frame of this module in which an interruption may be raised."""
+    """Calls the function. Of this module's frames, an interruption may be raised in this one alone."""
     return fn(*args, **kwargs)
 
 
 def _is_own(frame: FrameType | None) -> bool:
-    """Whether a thread that runs the function is in one of this module's frames."""
+    """Whether the function's thread is inside this module."""
     while frame is not None and frame.f_code is not _run.__code__:
         if frame.f_globals is _OWN:
             return True
@@ -464,11 +473,11 @@ def _is_own(frame: FrameType | None) -> bool:
 
 
 def _trace_no_call(frame: FrameType, event: str, argument: object) -> None:
-    """What traces new frames: nothing, but `sys.settrace` has the old ones traced."""
+    """Traces no new frame. With it as `sys.settrace`'s function, older frames are traced by ``f_trace``."""
 
 
 def _stop_tracing(frame: FrameType | None) -> None:
-    """Ends the tracing of the frames from here to the function's; not a debugger's."""
+    """Ends our tracing, not a debugger's, of a frame and its callers up to the function's."""
     if sys.gettrace() is _trace_no_call:
         sys.settrace(None)
         while frame is not None and frame.f_code is not _run.__code__:
@@ -482,7 +491,7 @@ def _stop_tracing_frame(frame: FrameType) -> None:
 
 
 def _replaced_by(interruption: RankShouldRestart) -> BaseException | None:
-    """What was leaving the function when an interruption took its place: a Ctrl-C, which must not be lost."""
+    """The Ctrl-C or exit, if any, that an interruption replaced on its way out. It must not be lost."""
     link = interruption.__context__
     while link is not None:
         if isinstance(link, (KeyboardInterrupt, SystemExit)):
@@ -492,11 +501,11 @@ def _replaced_by(interruption: RankShouldRestart) -> BaseException | None:
 
 
 def _weightier(error: BaseException | None, raised: BaseException) -> BaseException:
-    """Which of two exceptions counts; of a group that a task group has made, the wrapper's own.
+    """Returns the one of two exceptions that counts. An exception group stands for the wrapper's own in it.
 
     Args:
-        error: what came first; None if nothing did.
-        raised: what came after it.
+        error: the first exception; None if there was none.
+        raised: the second exception.
     """
     if isinstance(raised, BaseExceptionGroup):
         groups = map(raised.subgroup, (JobAbort, RestartAbort, RankShouldRestart))
@@ -507,19 +516,22 @@ def _weightier(error: BaseException | None, raised: BaseException) -> BaseExcept
 
 
 class _Replaced(Exception):
-    """Takes the place of an interruption that is not needed any more."""
+    """Replaces an interruption that is no longer needed."""
 
 
 def _take_back_async_exception(thread: int) -> None:
-    """Makes sure that the calling thread, this one, gets no interruption any more.
+    """Ensures that an asynchronous exception sent to the calling thread no longer arrives.
 
-    It replaces the interruption, and takes what replaced it. Setting none instead would leave CPython (3.11
-    and 3.12) looking for an exception at every call, for good; and where a frame is traced by instruction, a
-    new frame would then look for ever.
+    Another exception replaces it, and is caught here. Clearing it instead would leave CPython (3.11 and 3.12)
+    checking for one at every call, for good; and if a frame is traced by instruction, a new frame would check
+    for ever.
+
+    Args:
+        thread: the calling thread.
     """
     try:
         _set_async_exception(thread, _Replaced)
-        for _ in range(1000):  # it is raised where a loop begins again
+        for _ in range(1000):  # CPython raises it at a loop's jump back
             pass
     except _Replaced:
         pass

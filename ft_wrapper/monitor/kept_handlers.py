@@ -1,18 +1,18 @@
-"""The signal handlers of others: which signals have one, and what they raise outside of the function.
+"""Signal handlers of other code, which raise outside of the function or are left behind by it.
 
-Libraries install handlers that raise: torch's for SIGCHLD does when a DataLoader worker was killed. In the
-function that is a fault like any other. In the wrapper's own code, half-way through an exchange with the
-other ranks, it would throw this rank out of the job.
+Libraries install handlers that raise: torch's SIGCHLD handler does when a DataLoader worker was killed. In
+the function such an exception is a fault like any other. In the wrapper's own code, half-way through an
+exchange with the other ranks, it would throw this rank out of the job.
 
-So whenever the function has been left, each handler that Python code has installed is wrapped: it runs as
-before, but an ``Exception`` that it raises is put aside. Any other ``BaseException``, a ``KeyboardInterrupt``
-for one, passes. Before the function is entered the handlers are put back. Only the main thread runs handlers;
-in a call made by another thread nothing is done.
+So while the function is not running, each Python handler is wrapped: it runs as before, but an ``Exception``
+that it raises is put aside. Any other ``BaseException``, such as ``KeyboardInterrupt``, passes. Before the
+function is entered, the handlers are unwrapped. Only the main thread runs handlers, so in a call made by
+another thread nothing is wrapped.
 
-A function that was cut short may leave handlers behind. The next entry would find them, and one that calls
-its predecessor (a framework's, for SIGTERM) would nest one deeper at each restart. So the handlers of before
-the call are put back at each restart and at the call's end. Not SIGCHLD's: torch installs it once in a
-process, with its first loader, and would not do so again.
+A function that was cut short may leave handlers behind. A handler that calls its predecessor (a framework's,
+for SIGTERM) would nest one deeper at each restart. So each restart, and the call's end, restores the handlers
+that were there before the call. SIGCHLD's handler stays: torch installs it once in a process, with its first
+loader.
 """
 
 import logging
@@ -28,43 +28,13 @@ Handler = Callable[[int, FrameType | None], object]
 
 _SIGNALS = tuple(int(signum) for signum in signal.valid_signals())
 _NAMES = {int(one): one.name for one in signal.Signals}
-# What `signal` wraps: enums, which take 60 times as long, have no part in a restart.
+# What `signal` wraps. Its enums would take 60 times as long at each restart.
 _getsignal: Callable[[int], object] = signal._signal.getsignal  # type: ignore[attr-defined]
 _setsignal: Callable[[int, Any], object] = signal._signal.signal  # type: ignore[attr-defined]
 
 
-def free_signal() -> int:
-    """Returns a real-time signal that neither Python nor a C library uses in this process.
-
-    Raises:
-        RuntimeError: there is none.
-    """
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    handled = handled_signals()
-    for signum in range(signal.SIGRTMIN + 1, signal.SIGRTMAX + 1):
-        is_default = signal.getsignal(signum) is signal.SIG_DFL
-        if signum not in blocked and is_default and signum not in handled:
-            return signum
-    raise RuntimeError(
-        "every real-time signal is in use, ignored or blocked in this process; "
-        "ft_wrapper needs one to interrupt the function, and one to ask where it hangs"
-    )
-
-
-def handled_signals(pid: int | None = None) -> list[int]:
-    """The signals with a handler, also those that a C library has installed, of which Python does not know.
-
-    Args:
-        pid: the process, which was not reaped yet; this one when None.
-    """
-    with open(f"/proc/{pid or 'self'}/status", encoding="ascii", errors="replace") as status:
-        fields = dict(line.split(":", 1) for line in status if ":" in line)
-    bits = int(fields.get("SigCgt", "0"), 16)
-    return [signum for signum in _SIGNALS if bits >> (signum - 1) & 1]
-
-
 class _KeptHandler:
-    """A handler that keeps what the real one raises."""
+    """A wrapped handler: keeps what the real one raises."""
 
     def __init__(self, handler: Handler, kept: list[Exception]) -> None:
         self.handler = handler
@@ -87,17 +57,17 @@ class KeptHandlers:
         self._are_told = False
 
     def note(self) -> None:
-        """Notes the handlers of before the function's first entry, for `put_back`."""
+        """Notes the handlers before the function's first entry, for `put_back`."""
         if threading.current_thread() is threading.main_thread():
             self._before = {signum: _getsignal(signum) for signum in _SIGNALS if signum != signal.SIGCHLD}
 
     def put_back(self) -> None:
-        """Puts back the handlers that were noted, in place of others that the function has left."""
+        """Restores the noted handlers where the function has left others."""
         changed = []
         for signum, before in self._before.items():
             now = _getsignal(signum)
             now = now.handler if isinstance(now, _KeptHandler) else now
-            # None: a C library's, which Python cannot put back.
+            # None: a C library's handler, which Python cannot install.
             if now != before and now is not None and before is not None:
                 _setsignal(signum, before)
                 changed.append(_NAMES.get(signum, str(signum)))
@@ -109,7 +79,7 @@ class KeptHandlers:
             logger.info("the function left signal handlers behind (%s): put back", ", ".join(changed))
 
     def hold(self) -> None:
-        """Wraps all handlers that can raise; again is harmless, and finishes what a signal cut short."""
+        """Wraps all Python handlers. A second call is harmless, and completes a call that was cut short."""
         if self._holds or threading.current_thread() is not threading.main_thread():
             return
         for signum in _SIGNALS:
@@ -119,7 +89,7 @@ class KeptHandlers:
         self._holds = True
 
     def release(self) -> None:
-        """Puts the handlers back, but for those that other code has replaced in between."""
+        """Unwraps the handlers, except those that other code has replaced meanwhile."""
         if threading.current_thread() is not threading.main_thread():
             return
         self._holds = False
@@ -129,16 +99,16 @@ class KeptHandlers:
                 _setsignal(signum, handler.handler)
 
     def forget(self) -> None:
-        """Logs what was raised, once it can no longer change anything."""
+        """Logs what the handlers raised, once it is too late to raise it."""
         while self._kept:
             error = self._kept.pop(0)
             logger.warning("a signal handler raised %r outside of the function: ignored", error)
 
     def raise_kept(self) -> None:
-        """Raises the first thing that was kept.
+        """Raises the first kept exception, if there is one, and forgets the others.
 
         Raises:
-            Exception: what a handler has raised; others are forgotten.
+            Exception: what a handler has raised.
         """
         if self._kept:
             error = self._kept.pop(0)

@@ -1,11 +1,11 @@
 """The two threads in a rank: one stops the function when the iteration is over, one stamps the progress.
 
-The watchdog writes two stamps. ``gil_stamp``: this thread had the GIL. ``main_stamp``: the main thread ran
-bytecode, which a *pending call* tells: the interpreter runs it in the main thread, between two instructions.
+The watchdog writes two stamps. ``gil_stamp``: its own thread had the GIL. ``main_stamp``: the main thread ran
+bytecode. A *pending call* shows that: the interpreter runs it in the main thread, between two instructions.
 
-The pending call is C's own ``sem_post`` on a semaphore that the watchdog looks at. A Python callback would
-run Python code in the main thread, and whatever a signal handler raises there (a Ctrl-C, an interruption) is
-lost in the callback. The semaphore is the process's, since a call may be pending when everything else ended.
+The pending call is C's ``sem_post`` on a semaphore that the watchdog polls. A Python callback would run
+Python code in the main thread, and would lose what a signal handler raises there (a Ctrl-C, an interruption).
+The semaphore belongs to the process, since a call may still be pending when all else has ended.
 """
 
 import ctypes
@@ -29,13 +29,13 @@ from .shared_memory import RankMemory
 
 log = logging.getLogger(__name__)
 
-_LONG = 86400.0  # seconds; every iteration's wake key is set when it ends, so this only bounds a lost wake
+_LONG = 86400.0  # seconds; each iteration's notification key is written at its end, so a wait ends earlier
 
 _ENDS_WITHIN = 10.0  # seconds; on a busy machine
 _ABORT_AGAIN = 0.25  # seconds after which the function, still inside, is aborted again
-_ABORT_PATIENCE = 5.0  # seconds after which an abort counts as hung; NCCL's is known to
+_ABORT_PATIENCE = 5.0  # seconds after which an abort counts as hung; NCCL's sometimes hangs
 
-_libc = ctypes.PyDLL(None)  # which keeps the GIL: no call here waits
+_libc = ctypes.PyDLL(None)  # its calls keep the GIL: none of them waits
 _semaphore = ctypes.create_string_buffer(32)  # a sem_t
 _libc.sem_init(_semaphore, 0, 0)
 
@@ -45,16 +45,17 @@ class WatchedIteration:
     """One iteration that the monitor thread watches.
 
     Args:
-        n: the iteration.
-        entered: what to do, off the restart's path, while the rank enters it.
-        may_be_done: whether it can end well: not before this rank, if it is active, says that it finished.
-        leaves_when_done: whether the main thread has to leave what it runs when the iteration ends well, too.
-        over: set once it has ended, however.
-        is_done: whether it has ended well; known before that.
+        n: number of the iteration.
+        entered: called first in the monitor thread, off the restart's path.
+        may_be_done: False while this rank is active and has not reported finishing: then a wake can only mean
+            a fault, and the store need not be read.
+        leaves_when_done: whether the main thread is interrupted, too, when the iteration ends well.
+        over: set once the iteration has ended, well or not.
+        is_done: whether the iteration has ended well; valid once ``over`` is set.
         handled: set once the iteration has ended and, after a fault, the function's thread is free.
-        ended_at: when this rank saw its end, in monotonic seconds; None before.
-        aborted_at: when its process groups had been aborted, once.
-        store_lost: why its end can be seen no more; the function's thread was freed for that reason.
+        ended_at: when this rank saw the fault that ended the iteration, in monotonic seconds; None before.
+        aborted_at: when the first abort of its process groups had returned or counted as hung; None before.
+        store_lost: the error by which this rank lost the store, and therefore freed the function's thread.
     """
 
     n: int
@@ -71,16 +72,18 @@ class WatchedIteration:
 
 @dataclasses.dataclass(eq=False)
 class MonitorThread:
-    """Owns one thread, for all iterations of a call.
+    """The thread that waits for the end of each iteration of a call, and then stops the function.
+
+    It logs the exceptions of ``before_abort``, ``abort`` and ``after_abort``.
 
     Args:
-        store: a client of its own: waiting occupies it. The caller closes it.
+        store: a client for this thread alone, since waiting occupies it. The caller closes it.
         interrupter: stops the thread that runs the function.
-        before_abort: called once the iteration has ended by a fault; waits for nothing.
-        abort: frees it from collectives.
-        after_abort: called after that; may wait for the store. Exceptions of all three are logged.
-        abort_may_hang: whether that needs a thread of its own, as it may not return.
-        describe_abort: says what an abort that hangs is doing.
+        before_abort: called when a fault has ended the iteration; waits for nothing.
+        abort: frees the function's thread from collectives.
+        after_abort: called after the first abort; may wait for the store.
+        abort_may_hang: whether ``abort`` may not return, and needs a thread of its own.
+        describe_abort: describes what a hung abort is doing.
         last_call_wait: seconds to gather further faults before aborting.
     """
 
@@ -101,25 +104,26 @@ class MonitorThread:
         self._thread.start()
 
     def watch(self, n: int, entered: Callable[[], None], *, may_be_done: bool) -> WatchedIteration:
-        """Watches iteration n from now on.
+        """Watches an iteration from now on.
 
         Args:
-            n: the iteration.
-            entered: called in this thread first, off the restart's path; its exceptions are logged.
-            may_be_done: False on an active rank, until it sets the watch's before saying that it finished.
+            n: number of the iteration.
+            entered: called first in the monitor thread, off the restart's path; its exceptions are logged.
+            may_be_done: False on an active rank, which sets the returned object's attribute before it reports
+                finishing.
         """
         self._last = watch = WatchedIteration(n, entered, may_be_done)
         self._watches.put(watch)
         return watch
 
     def stop(self, timeout: float) -> bool:
-        """Ends the thread. Its iteration has ended by then, or it stays until that ends, and does nothing.
+        """Ends the thread. If its iteration has not ended, it waits for that end, and then does nothing.
 
         Args:
-            timeout: seconds to wait for it; longer, if it ends at once and only has to get its turn.
+            timeout: seconds to wait for the thread; at least `_ENDS_WITHIN` if it has nothing left to do.
 
         Returns:
-            Whether it has ended.
+            Whether the thread has ended.
         """
         self._stopping.set()
         self._watches.put(None)
@@ -132,13 +136,13 @@ class MonitorThread:
         while (watch := self._watches.get()) is not None:
             try:
                 self._run_logged("reporting the entry", watch.entered)
-                if not looked_ahead:  # later ones do much the same
+                if not looked_ahead:  # later iterations run much the same code
                     self._run_logged("looking ahead", self.interrupter.look_ahead)
                 looked_ahead = True
                 outcome = self._await_end(watch)
                 watch.is_done = outcome == DONE
                 watch.over.set()
-                # One that is stopped before has been left alone by a rank that is no longer in the job.
+                # If stopped, the rank has left the job before this end: there is nobody to free.
                 if outcome == FAULT and not self._stopping.is_set():
                     watch.ended_at = self.store.now()
                     self._free_main_thread(watch)
@@ -147,34 +151,33 @@ class MonitorThread:
                     self.interrupter.interrupt_until_left(_LONG)
             except StoreError as error:
                 log.exception("lost the store: this rank cannot learn of other ranks' faults, and leaves")
-                forget_frames(error)  # they hold this thread's client, and the watch would hold them
+                forget_frames(error)  # they hold this thread's client, and `watch` holds the error
                 watch.store_lost = error
                 watch.over.set()
                 self._free_main_thread(watch)
             finally:
                 watch.handled.set()
 
-    def _await_end(self, watch: WatchedIteration) -> str | None:
-        told = False
+    def _await_end(self, watch: WatchedIteration) -> str:
+        warned = False
         while True:
             try:
                 outcome = Ends(self.store).wait_for_end(watch.n, _LONG, lambda: watch.may_be_done)
+                if outcome is not None:
+                    return outcome
             except StoreUnavailable as error:
                 if self._stopping.is_set():
                     raise
-                if not told:
+                if not warned:
                     log.warning("training goes on; faults elsewhere are heard of after this: %s", error)
-                told = True
-                continue
-            if outcome is not None:
-                return outcome
+                warned = True
 
     def _free_main_thread(self, watch: WatchedIteration) -> None:
         events.emit("end", iteration=watch.n)
         if self.last_call_wait > 0:
             self._stopping.wait(self.last_call_wait)
         self._run_logged("looking where the function is", self.before_abort)
-        # From here on no atomic() block can begin; one that is on is waited for.
+        # From here on no atomic() block can begin; this waits for the end of a running one.
         self.interrupter.request()
         aborting = self._begin_abort()
         watch.aborted_at = self.store.now()
@@ -182,17 +185,17 @@ class MonitorThread:
         has_left = self.interrupter.interrupt_until_left(_ABORT_AGAIN)
         if watch.store_lost is None:
             self._run_logged("telling of the end", self.after_abort)
-        # A group that was being made may have opened connections since.
+        # Aborted again: a group that was being made may have opened connections since.
         while not has_left:
             if aborting is None or not aborting.is_alive():
                 aborting = self._begin_abort()
             has_left = self.interrupter.interrupt_until_left(_ABORT_AGAIN)
         if aborting is not None:
-            # Its groups are not to be touched meanwhile. If it never ends, hard_timeout ends all.
+            # Nobody may touch the groups meanwhile. If the abort never ends, hard_timeout ends the process.
             aborting.join()
 
     def _begin_abort(self) -> threading.Thread | None:
-        """Aborts; returns the thread that does it, if any, which has ended unless the abort hangs."""
+        """Aborts. Returns the abort's thread, if it has one; this has ended unless the abort hangs."""
         if not self.abort_may_hang():
             self._run_logged("abort", self.abort)
             return None
@@ -217,14 +220,14 @@ class MonitorThread:
 
 
 class ProgressWatchdog:
-    """Stamps a rank's memory every interval, from a daemon thread. The stamps are fresh when it is made.
+    """Stamps a rank's memory every interval, from a daemon thread; the first time when it is made.
 
     Args:
-        memory: where the stamps go. Must stay open until `stop` has returned.
+        memory: the memory, which stays open until `stop` has returned.
         interval: seconds between two stamps.
-        watches_main_thread: whether the function runs in the main thread. If not, a pending call says
-            nothing about it: ``main_stamp`` is then stamped with ``gil_stamp``, and only ``ping`` tells of
-            the function's progress.
+        watches_main_thread: whether the function runs in the main thread. If not, a pending call shows
+            nothing about the function: ``main_stamp`` then equals ``gil_stamp``, and only ``ping`` shows the
+            function's progress.
     """
 
     def __init__(self, memory: RankMemory, interval: float, watches_main_thread: bool = True) -> None:
@@ -258,6 +261,6 @@ class ProgressWatchdog:
             if has_run:
                 memory.main_stamp = now
             if watches_main_thread and not is_pending:
-                # -1: the interpreter's queue is full. The next interval tries again.
+                # -1: the interpreter's queue of pending calls is full; the next interval tries again.
                 is_pending = add_pending_call(post, _semaphore) == 0
             self._stopping.wait(interval)

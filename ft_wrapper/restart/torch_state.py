@@ -5,8 +5,8 @@ a mode stays on its stack. The next entry would fail for a reason that has nothi
 go on with other numbers. `snapshot` is taken before the first entry; `TorchState.restore` brings back what
 was there.
 
-Only what was seen left behind is looked at; how often is said beside it, before interrupts waited for a right
-place (`ft_wrapper.monitor.right_place`). Since then none of these was, 0 of 10,010. Nor were, 0 of 400 each,
+Only what was seen left behind is looked at; how often is said beside it, before interrupts waited for a safe
+point (`ft_wrapper.monitor.safe_points`). Since then none of these was, 0 of 10,010. Nor were, 0 of 400 each,
 those that are not looked at: inference mode, autocast, saved-tensor hooks, parametrize's cache, functorch's
 levels, forward AD, anomaly detection, multithreaded backward, mkldnn's switches.
 

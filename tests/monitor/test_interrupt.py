@@ -28,7 +28,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_wrapper.exception import JobAbort, RankDrained, RankShouldRestart, RestartAbort
-from ft_wrapper.monitor import interrupt, right_place
+from ft_wrapper.monitor import interrupt, safe_points
 from ft_wrapper.monitor.frames import current_exception, interruptions_unreported
 from ft_wrapper.monitor.interrupt import Interrupter
 from ft_wrapper.settings import Limits
@@ -131,7 +131,7 @@ def test_looking_ahead_reads_the_code_of_the_function_that_runs(
     interrupter: Interrupter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[str] = []
-    monkeypatch.setattr(right_place, "_known", lambda code: read.append(code.co_name))
+    monkeypatch.setattr(safe_points, "_known", lambda code: read.append(code.co_name))
 
     def look() -> list[str]:
         read.clear()
@@ -752,11 +752,11 @@ def decides(monkeypatch: pytest.MonkeyPatch) -> Decides:
     return Decides(monkeypatch)
 
 
-def test_it_is_raised_at_a_right_place(decides: Decides) -> None:
+def test_it_is_raised_at_a_safe_point(decides: Decides) -> None:
     assert decides.after(0.0, Frame("step", Frame("train"))) == (True, None)
 
 
-def test_a_wrong_place_gets_its_grace(decides: Decides) -> None:
+def test_an_unsafe_point_gets_its_grace(decides: Decides) -> None:
     """So does each frame that is at one; what is outside of the outermost of them raises meanwhile."""
     outer = Frame("__enter__", Frame("train"))
     assert decides.after(0.0, outer) == (False, "__enter__")
@@ -767,7 +767,7 @@ def test_a_wrong_place_gets_its_grace(decides: Decides) -> None:
     assert decides.after(0.9, inner) == (True, None)
 
 
-def test_a_thread_that_is_stuck_at_a_wrong_place_gets_less(decides: Decides) -> None:
+def test_a_thread_that_is_stuck_at_an_unsafe_point_gets_less(decides: Decides) -> None:
     frame = Frame("__enter__", Frame("train"))
     found = [decides.after(seconds, frame)[0] for seconds in (0.0, 0.1, 0.1, 0.1)]
     assert found == [False, False, False, True]
@@ -806,7 +806,7 @@ def test_a_generator_that_is_closed_gets_its_grace(decides: Decides) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "file", "right"),
+    ("name", "file", "safe"),
     [
         ("step", "train.py", True),
         ("__exit__", "train.py", False),
@@ -814,18 +814,18 @@ def test_a_generator_that_is_closed_gets_its_grace(decides: Decides) -> None:
         ("_find_and_load", "<frozen importlib._bootstrap>", False),
     ],
 )
-def test_a_traced_frame_raises_at_a_right_place_only(
-    decides: Decides, name: str, file: str, right: bool
+def test_a_traced_frame_raises_at_a_safe_point_only(
+    decides: Decides, name: str, file: str, safe: bool
 ) -> None:
     frame: Any = Frame(name, Frame("train"), file)
-    assert decides.deferral.is_right(frame, None) == right
+    assert decides.deferral.is_safe(frame, None) == safe
     decides.after(0.0, frame)
     decides.after(10.0, frame)
-    assert decides.deferral.is_right(frame, None) == (right or name == "__exit__")  # which has waited
-    assert not decides.deferral.is_right(frame, GeneratorExit())
+    assert decides.deferral.is_safe(frame, None) == (safe or name == "__exit__")  # which has waited
+    assert not decides.deferral.is_safe(frame, GeneratorExit())
 
 
-# ---- right places
+# ---- safe points
 
 
 class Aliased(Slow):
@@ -895,7 +895,7 @@ def frames_traced(traceback: Any) -> list[str]:
 
 
 def test_one_signal_is_enough(interrupter: Interrupter) -> None:
-    """It lands at a wrong place; the first right instruction raises, and nothing is traced any more."""
+    """It lands at an unsafe point; the first safe instruction raises, and nothing is traced any more."""
     reached: list[str] = []
 
     def inner() -> None:
@@ -983,7 +983,7 @@ def test_a_debuggers_trace_is_left_alone(interrupter: Interrupter) -> None:
     assert "__enter__" in calls
 
 
-def test_a_wrong_place_for_ever_is_left_after_a_grace_time() -> None:
+def test_an_unsafe_point_for_ever_is_left_after_a_grace_time() -> None:
     class Busy:
         def __enter__(self) -> None:
             loop()
@@ -999,7 +999,7 @@ def test_a_wrong_place_for_ever_is_left_after_a_grace_time() -> None:
         interrupted(interrupter, fn)
 
 
-def test_a_long_call_from_a_wrong_place_does_not_lay_open_what_it_calls() -> None:
+def test_a_long_call_from_an_unsafe_point_does_not_lay_open_what_it_calls() -> None:
     """As a compilation, which torch begins just before a ``try``: it takes longer than the grace time."""
     taken = 0
     ended: list[str] = []
@@ -1577,7 +1577,7 @@ def test_nothing_surfaces_after_call_in_another_thread() -> None:
     in_thread(test)
 
 
-def test_another_thread_is_left_alone_at_a_wrong_place() -> None:
+def test_another_thread_is_left_alone_at_an_unsafe_point() -> None:
     def test(interrupter: Interrupter) -> None:
         answers: list[bool] = []
         end = threading.Event()

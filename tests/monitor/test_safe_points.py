@@ -1,7 +1,7 @@
 """Where an interrupt may be raised: tried at every instruction of small functions, and of all that they call.
 
-Each function takes something and gives it back. What is raised at an instruction that is called right must
-leave nothing taken; and so that this says something, there must be wrong ones that do leave it.
+Each function takes something and gives it back. What is raised at an instruction that is called safe must
+leave nothing taken; and so that this says something, there must be unsafe ones that do leave it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 from apart import apart
 
-from ft_wrapper.monitor import right_place
-from ft_wrapper.monitor.right_place import obstacle, wrong_offsets
+from ft_wrapper.monitor import safe_points
+from ft_wrapper.monitor.safe_points import obstacle, unsafe_offsets
 
 
 class Interrupt(BaseException):
@@ -373,7 +373,7 @@ class Try:
         self.ledger = Ledger()
         self.raised_in: CodeType | None = None
         self.left = n
-        self.right = False
+        self.is_safe = False
         sys._getframe().f_trace_opcodes = True  # Python 3.12 looks for one such frame when tracing begins
         previous = sys.gettrace()
         sys.settrace(self.trace)
@@ -397,7 +397,7 @@ class Try:
         if event == "opcode":
             if self.left == 0:
                 self.raised_in = frame.f_code
-                self.right = not obstacle(frame, Try.outside.__code__).frames
+                self.is_safe = not obstacle(frame, Try.outside.__code__).frames
                 raise Interrupt
             self.left -= 1
         return self.trace
@@ -405,27 +405,27 @@ class Try:
 
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
 @pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda fn: fn.__name__)
-def test_nothing_is_left_at_right_places(fn: Callable[[Ledger], object]) -> None:
-    rights = leaks = 0
+def test_nothing_is_left_at_safe_points(fn: Callable[[Ledger], object]) -> None:
+    safe = leaks = 0
     worked = set()
     for n in range(100_000):
         attempt = apart(Try, fn, n)
         if attempt.raised_in is None:
             break
-        if attempt.right:
-            rights += 1
+        if attempt.is_safe:
+            safe += 1
             worked.add(attempt.ledger.worked)
             assert attempt.ledger.taken == 0, f"instruction {n}, in {attempt.raised_in}"
             assert attempt.handled is None, f"instruction {n}, in {attempt.raised_in}"
         leaks += attempt.ledger.taken != 0
     assert attempt.ledger.taken == 0
     assert n > 20
-    assert leaks, "no instruction of this function is wrong: it shows nothing"
-    # Between two steps of the function there is a right place.
+    assert leaks, "no instruction of this function is unsafe: it shows nothing"
+    # Between two steps of the function there is a safe point.
     assert worked >= set(range(attempt.ledger.worked))
 
 
-def test_what_is_right_is_not_wider_than_needed() -> None:
+def test_what_is_unsafe_is_not_wider_than_needed() -> None:
     def fn(ledger: Ledger) -> None:
         ledger.work()
         with ledger.taking():
@@ -436,20 +436,20 @@ def test_what_is_right_is_not_wider_than_needed() -> None:
             ledger.work()
         ledger.work()
 
-    wrong = wrong_offsets(fn.__code__)
+    unsafe = unsafe_offsets(fn.__code__)
     calls = [each.offset for each in dis.get_instructions(fn) if each.opname == "CALL"]
     # The calls that make and leave the context manager, and no other.
-    assert sum(offset in wrong for offset in calls) == 2
-    assert wrong_offsets((lambda: Ledger().work()).__code__) == frozenset()
+    assert sum(offset in unsafe for offset in calls) == 2
+    assert unsafe_offsets((lambda: Ledger().work()).__code__) == frozenset()
 
 
 def test_inline_caches_count() -> None:
     """A frame that called in Python stands at the last cache of the call."""
-    wrong = wrong_offsets(with_statement.__code__)
+    unsafe = unsafe_offsets(with_statement.__code__)
     for each in dis.get_instructions(with_statement):
         following = each.offset + 2
         if with_statement.__code__.co_code[following : following + 1] == b"\0":  # CACHE
-            assert (following in wrong) == (each.offset in wrong)
+            assert (following in unsafe) == (each.offset in unsafe)
 
 
 def all_codes(code: CodeType) -> Iterator[CodeType]:
@@ -462,15 +462,15 @@ def all_codes(code: CodeType) -> Iterator[CodeType]:
 @pytest.mark.parametrize(
     "module", ["contextlib", "threading", "subprocess", "asyncio.base_events", "tarfile"]
 )
-def test_real_code_has_wrong_places(module: str) -> None:
+def test_real_code_has_unsafe_points(module: str) -> None:
     spec = importlib.util.find_spec(module)
     assert spec is not None and spec.origin is not None
-    wrong = 0
+    unsafe = 0
     for code in all_codes(compile(Path(spec.origin).read_text(), spec.origin, "exec")):
-        found = wrong_offsets(code)
+        found = unsafe_offsets(code)
         assert found <= set(range(0, len(code.co_code), 2))
-        wrong += len(found)
-    assert wrong
+        unsafe += len(found)
+    assert unsafe
 
 
 # ---- the stack
@@ -503,7 +503,7 @@ OUTSIDE = stack.__code__
         ("__torch_function__", "train.py", True),
     ],
 )
-def test_frames_that_are_wrong_at_any_depth(name: str, file: str, for_good: bool) -> None:
+def test_frames_that_are_unsafe_at_any_depth(name: str, file: str, for_good: bool) -> None:
     found = obstacle(stack(("main", "train.py"), (name, file), ("step", "train.py")), OUTSIDE)
     assert ([each.f_code.co_name for each in found.frames], found.for_good) == ([name], for_good)
     assert (found.finalizer is not None) == (name in ("__del__", "unraisable_hook"))
@@ -525,15 +525,15 @@ def test_frames_outside_do_not_count() -> None:
 
 
 def test_what_was_prepared_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    right_place._cache.clear()
+    safe_points._cache.clear()
     frame = stack(("main", "train.py"), ("__enter__", "a.py"), ("step", "s.py"))
-    right_place.prepare(frame, OUTSIDE)
-    assert not right_place._cache  # these are not inside: it is not among them
-    right_place.prepare(frame, frame.f_back.f_back.f_code)
-    monkeypatch.setattr(right_place, "_look_at", None)
+    safe_points.prepare(frame, OUTSIDE)
+    assert not safe_points._cache  # these are not inside: it is not among them
+    safe_points.prepare(frame, frame.f_back.f_back.f_code)
+    monkeypatch.setattr(safe_points, "_look_at", None)
     found = obstacle(frame, frame.f_back.f_back.f_code)
     assert [each.f_code.co_name for each in found.frames] == ["__enter__"]
-    right_place._cache.clear()
+    safe_points._cache.clear()
 
 
 TORCH = "/site/torch/"
@@ -555,11 +555,11 @@ def test_torchs_doors(monkeypatch: pytest.MonkeyPatch, files: list[str], inside:
     """Inside as long as only torch's own frames are below."""
     frame = stack(*[("run", file) for file in files])
     for torch in (SimpleNamespace(__file__=TORCH + "__init__.py"), None):
-        right_place._cache.clear()
+        safe_points._cache.clear()
         if torch is None:
             monkeypatch.delitem(sys.modules, "torch")
         else:
             monkeypatch.setitem(sys.modules, "torch", torch)
         found = obstacle(frame, OUTSIDE)
         assert found.for_good == (inside and torch is not None)
-    right_place._cache.clear()
+    safe_points._cache.clear()

@@ -1,14 +1,15 @@
-"""Where an interrupt may be raised, so that it skips nothing that would be undone later.
+"""Safe and unsafe points: where an interruption may be raised without skipping a clean-up.
 
-Every frame from the innermost up to the function's counts. A frame is at a wrong place
+A thread is at a safe point if every frame is, from the innermost one up to the function's. A frame is at an
+unsafe point
 
-- by what it is: a method of a context manager, a finalizer, a ``close``, logging, an import; or torch's call
-  from C++ into Python, through which an exception may not pass at every moment (the process would abort);
-- by its instruction: it makes, enters or leaves a ``with``, has not yet begun the ``try`` that undoes the
-  last call, or is in a ``finally``.
+- by its function: a method of a context manager, a finalizer, a ``close``, logging, an import; or torch's
+  call from C++ into Python, through which an exception cannot always pass (the process may abort);
+- by its instruction: it makes, enters or leaves a ``with``, or is in a ``finally``, or is between a call and
+  the ``try`` that undoes this call.
 
-The instructions are worked out once per code object, from its bytecode and exception table. Nothing here
-imports torch, nor keeps any state but that cache.
+The unsafe instructions of a code object are worked out once, from its bytecode and exception table. This
+module does not import torch, and keeps no state but that cache.
 """
 
 import dis
@@ -19,18 +20,18 @@ from collections.abc import Iterable, Iterator
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-# Quickly passed, and not to be left half-way: the protocols; what threading.Condition calls between releasing
-# its lock and waiting, and back; what ExitStack does between entering and noting how to leave.
+# Unsafe as a whole, and quickly done: the protocols; what threading.Condition calls between releasing its
+# lock and waiting, and back; what ExitStack does between entering a context and noting how to leave it.
 _PROTOCOLS = frozenset(["__enter__", "__exit__", "__aenter__", "__aexit__", "close", "aclose"])
-_SWALLOW = frozenset(["__del__", "unraisable_hook"])  # Python ignores what is raised in there
+_SWALLOW = frozenset(["__del__", "unraisable_hook"])  # Python ignores what is raised inside
 _HALF_WAY = frozenset(["_release_save", "_acquire_restore", "enter_context", "enter_async_context"])
 _LOGGING = os.path.dirname(logging.info.__code__.co_filename)
 _IMPORT = "<frozen importlib"
-# What torch's C++ calls, and the modules that such a call goes through before it comes to one of these.
+# The functions that torch's C++ calls, and the torch modules that such a call passes on its way to them.
 _DISPATCH = frozenset(
     ["__torch_dispatch__", "__torch_function__", "find_torch_dispatch_rule", "_get_dispatch"]
 )
-_DOORS = (
+_ENTRY_MODULES = (
     "_compile.py",
     "_dynamo/",
     "compiler/",
@@ -42,12 +43,12 @@ _DOORS = (
 
 
 class Obstacle(NamedTuple):
-    """Why an interrupt may not be raised now; without frames it may.
+    """Why an interruption may not be raised now. Without frames it may.
 
     Args:
-        frames: the frames at a wrong place, the outermost last.
-        for_good: whether waiting long changes nothing: an import, or torch's C++ in between.
-        finalizer: the outermost ``__del__`` or ``sys.unraisablehook``: what is raised inside is swallowed.
+        frames: the frames at an unsafe point, the outermost last.
+        for_good: whether no wait makes it safe: an import, or torch's C++ between the frames.
+        finalizer: the outermost ``__del__`` or ``sys.unraisablehook``: Python swallows what is raised inside.
     """
 
     frames: tuple[FrameType, ...]
@@ -56,38 +57,38 @@ class Obstacle(NamedTuple):
 
 
 def obstacle(frame: FrameType | None, end: CodeType) -> Obstacle:
-    """Returns why nothing may be raised in a thread that stands here.
+    """Returns why nothing may be raised in a thread now.
 
     Args:
         frame: the thread's innermost frame.
-        end: the code of the frame that is outside, and all that called it.
+        end: the code of the first frame that no longer counts.
     """
-    wrong: list[FrameType] = []
+    unsafe: list[FrameType] = []
     finalizer = None
     for_good = False
     only_torch = True  # from the innermost frame up to here
     while frame is not None and frame.f_code is not end:
         known = _known(frame.f_code)
-        if known.for_good or (known.door and only_torch):
-            wrong.append(frame)
+        if known.for_good or (known.entered_from_torch and only_torch):
+            unsafe.append(frame)
             for_good = True
-        elif known.passing or frame.f_lasti in known.wrong:
-            wrong.append(frame)
+        elif known.always_unsafe or frame.f_lasti in known.unsafe:
+            unsafe.append(frame)
         if known.finalizer:
             finalizer = frame
         only_torch = only_torch and known.torch
         frame = frame.f_back
-    return Obstacle(tuple(wrong), for_good, finalizer)
+    return Obstacle(tuple(unsafe), for_good, finalizer)
 
 
 def prepare(frame: FrameType | None, end: CodeType) -> None:
-    """Works out beforehand what `obstacle` would have to, for a thread that stands here.
+    """Fills the cache for a later `obstacle` at the same frames.
 
     Args:
-        frame: the innermost frame, of a thread that may go on meanwhile.
-        end: the code of the frame that is outside; nothing is done where no frame has it.
+        frame: the innermost frame of a thread, which may run meanwhile.
+        end: the code of the first frame that does not count; without such a frame nothing is done.
     """
-    codes = []  # and no frames: what they hold is not to be freed in this thread
+    codes = []  # not the frames: this thread must not be the one that frees what they hold
     while frame is not None and frame.f_code is not end:
         codes.append(frame.f_code)
         frame = frame.f_back
@@ -97,15 +98,26 @@ def prepare(frame: FrameType | None, end: CodeType) -> None:
 
 
 class _Known(NamedTuple):
+    """What is known of a code object.
+
+    Args:
+        for_good: whether it is unsafe however long it takes.
+        always_unsafe: whether it is unsafe at every instruction.
+        finalizer: whether Python swallows what is raised inside.
+        torch: whether it is torch's.
+        entered_from_torch: whether torch's C++ calls it.
+        unsafe: offsets of its unsafe instructions.
+    """
+
     for_good: bool
-    passing: bool
+    always_unsafe: bool
     finalizer: bool
     torch: bool
-    door: bool
-    wrong: frozenset[int]
+    entered_from_torch: bool
+    unsafe: frozenset[int]
 
 
-# By identity: equal code objects can be of different files. Each is kept, so that no other gets its identity.
+# By identity: equal code objects can be of different files. The code is kept so that its id stays its own.
 _cache: dict[int, tuple[CodeType, _Known]] = {}
 _CACHE_SIZE = 4096
 
@@ -126,11 +138,11 @@ def _look_at(code: CodeType) -> _Known:
     is_torch = torch is not None and file.startswith(torch)
     return _Known(
         for_good=file.startswith(_IMPORT) or name in _DISPATCH,
-        passing=name in _PROTOCOLS | _SWALLOW | _HALF_WAY or file.startswith(_LOGGING),
+        always_unsafe=name in _PROTOCOLS | _SWALLOW | _HALF_WAY or file.startswith(_LOGGING),
         finalizer=name in _SWALLOW,
         torch=is_torch,
-        door=is_torch and torch is not None and file.startswith(_DOORS, len(torch)),
-        wrong=wrong_offsets(code),
+        entered_from_torch=is_torch and torch is not None and file.startswith(_ENTRY_MODULES, len(torch)),
+        unsafe=unsafe_offsets(code),
     )
 
 
@@ -149,13 +161,13 @@ _MATCHES = frozenset(["CHECK_EXC_MATCH", "CHECK_EG_MATCH"])
 _WITH, _FINALLY, _EXCEPT_ALL = "with", "finally", "except all"
 
 
-def wrong_offsets(code: CodeType) -> frozenset[int]:
-    """Returns the offsets of the instructions (as `f_lasti`) at which a frame must not be interrupted."""
-    return _Code(code).wrong() if code.co_exceptiontable else frozenset()
+def unsafe_offsets(code: CodeType) -> frozenset[int]:
+    """Returns the offsets (as `f_lasti`) of the instructions that are unsafe points."""
+    return _Code(code).unsafe() if code.co_exceptiontable else frozenset()
 
 
 class _Code:
-    """A code object taken apart; instructions go by their position in the list, handlers by theirs."""
+    """A code object taken apart. Instructions and handlers are numbered by their position in the list."""
 
     def __init__(self, code: CodeType) -> None:
         self.code = code
@@ -170,12 +182,13 @@ class _Code:
                 self.before[after].append(k)
         self.guards, self.handles = self._from_table(bytecode.exception_entries)
         self.kinds = {handler: self._kind(handler) for handler in frozenset().union(*self.guards)}
-        self._wrong: set[int] = set()
+        self._unsafe: set[int] = set()
 
-    def wrong(self) -> frozenset[int]:
+    def unsafe(self) -> frozenset[int]:
         copies = self._finally_copies()
-        # What a tracer raises at POP_EXCEPT goes past the handler that would restore what was handled before.
-        self._wrong |= copies | {k for k, name in enumerate(self.names) if name == "POP_EXCEPT"}
+        # An exception raised by a tracer at POP_EXCEPT skips the handler that restores the exception handled
+        # before.
+        self._unsafe |= copies | {k for k, name in enumerate(self.names) if name == "POP_EXCEPT"}
         for handler, kind in self.kinds.items():
             self._mark_handler(handler, kind)
         for k, guards in enumerate(self.guards):
@@ -192,20 +205,20 @@ class _Code:
                         self._mark_leaving(after)
                     elif self.kinds[handler] == _FINALLY:
                         self._mark_up_to(after, copies)
-        # A frame that calls stands at the last of the inline caches, which come before the next instruction.
+        # While a frame calls, its f_lasti is the last inline cache entry before the next instruction.
         ends = [*(each.offset for each in self.instructions[1:]), len(self.code.co_code)]
         return frozenset(
-            offset for k in self._wrong for offset in range(self.instructions[k].offset, ends[k], 2)
+            offset for k in self._unsafe for offset in range(self.instructions[k].offset, ends[k], 2)
         )
 
     def _after(self, k: int, each: dis.Instruction) -> list[int]:
-        """Where an instruction goes on without an exception."""
+        """The instructions that may follow one without an exception."""
         found = [k + 1] if each.opname not in _ENDS and k + 1 < len(self.instructions) else []
         if each.opcode in _HAVE_TARGET and each.argval in self.at:
             found.append(self.at[each.argval])
         return found
 
-    # Per instruction: the handlers that an exception goes through, and those that it is part of.
+    # Per instruction: the handlers that an exception passes, and the handlers that it is part of.
 
     def _from_table(self, entries: Iterable[Any]) -> tuple[list[frozenset[int]], list[frozenset[int]]]:
         innermost: list[int | None] = [None] * len(self.instructions)
@@ -213,7 +226,7 @@ class _Code:
             for offset in range(entry.start, entry.end, 2):
                 if offset in self.at:
                     innermost[self.at[offset]] = self.at[entry.target]
-        # A handler's own instructions are guarded by what restores the exception handled before: COPY 3, ...
+        # A handler is itself guarded by code that restores the exception handled before: COPY 3, ...
         restored = {
             restores: handler
             for handler in {each for each in innermost if each is not None}
@@ -233,7 +246,7 @@ class _Code:
         return guards, [chains[first][1] for first in innermost]
 
     def _kind(self, handler: int) -> str | None:
-        """What a handler is for; None where it does nothing about an interrupt."""
+        """What a handler is for; None if an interruption passes it."""
         rest = iter(self.names[handler:])
         if next(rest) != "PUSH_EXC_INFO":
             return None
@@ -248,10 +261,10 @@ class _Code:
             return _EXCEPT_ALL if "BaseException" in self.code.co_names else None
         return _FINALLY
 
-    # What is marked as wrong.
+    # Marking what is unsafe.
 
     def _finally_copies(self) -> set[int]:
-        """Both copies of each ``finally``: the one after an exception, and by its source the one without."""
+        """Both copies of each ``finally``: after an exception and, found by its source, without one."""
         finals = {handler for handler, kind in self.kinds.items() if kind == _FINALLY}
         if not finals:
             return set()
@@ -271,39 +284,39 @@ class _Code:
         return copies
 
     def _mark_handler(self, handler: int, kind: str | None) -> None:
-        """The beginning of a handler: its exception is not yet the one that is being handled."""
-        self._wrong.add(handler)
+        """Marks the beginning of a handler: its exception does not yet count as being handled."""
+        self._unsafe.add(handler)
         k = handler
         if kind == _WITH:
             while self.names[k] != "WITH_EXCEPT_START":
                 k += 1
-                self._wrong.add(k)
+                self._unsafe.add(k)
             self._mark_await(k + 1)
         elif self.names[handler] != "PUSH_EXC_INFO":
-            # It restores what was there before, and goes on with the exception.
+            # It restores the exception handled before, and raises its own again.
             for k in self._straight(handler):
-                self._wrong.add(k)
+                self._unsafe.add(k)
                 if self.names[k] in ("RERAISE", "END_ASYNC_FOR", "CLEANUP_THROW"):
                     return
 
     def _mark_entering(self, k: int) -> None:
-        """Back from where a ``with`` is entered to the call that made the context manager."""
+        """Marks from a ``with``'s entry back to the call that made the context manager."""
         left, made = [k], list[int]()
         while left:
             k = left.pop()
-            if k not in self._wrong:
-                self._wrong.add(k)
+            if k not in self._unsafe:
+                self._unsafe.add(k)
                 (made if self.names[k] in _ENTERS else left).extend(self.before[k])
         while made:
             k = made.pop()
-            self._wrong.update(self._call(k))
+            self._unsafe.update(self._call(k))
             if self.names[k] in _MADE or self.names[k].startswith(("STORE_", "JUMP_", "POP_JUMP_")):
-                made += [before for before in self.before[k] if before not in self._wrong]
+                made += [before for before in self.before[k] if before not in self._unsafe]
 
     def _mark_leaving(self, k: int) -> None:
-        """From where a ``with`` is left up to its call of ``__exit__``."""
+        """Marks from where a ``with`` is left up to its call of ``__exit__``."""
         for passed in self._straight(k):
-            self._wrong.update(self._call(passed))
+            self._unsafe.update(self._call(passed))
             if self._calls(passed):
                 self._mark_await(passed + 1)
                 return
@@ -311,11 +324,11 @@ class _Code:
     def _mark_await(self, k: int) -> None:
         if self.names[k] == "GET_AWAITABLE":
             while self.names[k] in _AWAITS:
-                self._wrong.add(k)
+                self._unsafe.add(k)
                 k += 1
 
     def _mark_back_to_call(self, k: int, handler: int) -> None:
-        """Back from where a ``try`` begins to the call before it."""
+        """Marks from the begin of a ``try`` back to the call before it."""
         left, seen = [k], set[int]()
         while left:
             k = left.pop()
@@ -324,28 +337,28 @@ class _Code:
             seen.update(self._call(k))
             if not self._calls(k):
                 left += self.before[k]
-        self._wrong |= seen
+        self._unsafe |= seen
 
     def _mark_up_to(self, k: int, copies: set[int]) -> None:
-        """From where a ``try`` is left up to its ``finally``, if there is one on this way."""
+        """Marks from where a ``try`` is left up to its ``finally``, if this way leads there."""
         passed: set[int] = set()
         for each in self._straight(k):
             if each in copies:
-                self._wrong |= passed
+                self._unsafe |= passed
                 return
             if self._calls(each):
                 return
             passed.add(each)
 
     def _call(self, k: int) -> tuple[int, ...]:
-        """The instruction, and what belongs to it if it is a call (Python 3.11: PRECALL, CALL)."""
+        """The instruction, with its PRECALL if it is a call (Python 3.11)."""
         return (k - 1, k) if k and self.names[k - 1] == "PRECALL" else (k,)
 
     def _calls(self, k: int) -> bool:
         return self.names[k].startswith("CALL") and not self.names[k].startswith("CALL_INTRINSIC")
 
     def _straight(self, k: int) -> Iterator[int]:
-        """From an instruction on as long as there is one way to go on."""
+        """The instructions from one on, up to a branch or an end."""
         seen: set[int] = set()
         while k not in seen:
             seen.add(k)
