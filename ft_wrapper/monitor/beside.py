@@ -1,8 +1,8 @@
-"""A monitor in a process beside the rank's: forked from it, or a new Python.
+"""A monitor process beside the rank: forked from the rank, or a new Python.
 
-A fork takes milliseconds and shares the rank's memory. But of a process that uses CUDA it would have the
-mappings and descriptors of the devices, and those of a rank that was killed would not be free until its
-monitor has ended. So there a new Python is started, which takes as long as importing torch does.
+A fork takes milliseconds and shares the rank's memory. But a fork of a process that uses CUDA inherits the
+device's mappings and descriptors. After the rank is killed, the device would stay in use until the monitor
+ends. So a rank with CUDA gets a new Python, which takes as long as importing torch.
 """
 
 import contextlib
@@ -35,13 +35,13 @@ from .watch import RESTART, RankWatch
 
 log = logging.getLogger(__name__)
 
-# Descriptors of a new Python, and from where on ours do not get in their way.
+# Descriptors in the new Python; ours are moved to _ABOVE and higher, so that they do not collide.
 _TASK, _LINE, _MEMORY, _ABOVE = 0, 3, 4, 10
 
 
 @dataclasses.dataclass(frozen=True)
 class _Task:
-    """What the process is to do; the arguments are those of `start_monitor`."""
+    """What the monitor process needs. Arguments as of `start_monitor`."""
 
     limits: Limits
     plan: StorePlan
@@ -62,23 +62,23 @@ def start_monitor(
     pidfile: str | None,
     on_lost: Callable[[], None],
 ) -> MonitorLine:
-    """Starts a monitor process for the calling one, which is a rank.
+    """Starts a monitor process for the calling process, a rank.
 
     Args:
-        limits: the timeouts it keeps.
-        plan: how it gets at the store.
-        hosts: whether it hosts the store's server as well.
-        memory: shared with the rank; the caller holds its life mutex.
-        logfile: where it logs to; None for nowhere.
-        pidfile: where it writes its process id.
-        on_lost: called, in a thread of its own, if the monitor ends without having been told to.
+        limits: the timeouts.
+        plan: how the monitor connects to the store.
+        hosts: whether the monitor also hosts the store's server.
+        memory: the memory shared with the monitor; the caller holds its life mutex.
+        logfile: path of the monitor's log; None for no log.
+        pidfile: path of a file for the monitor's process id; None for no file.
+        on_lost: called, in a thread of its own, if the monitor ends unasked.
 
     Returns:
-        The line to it; closing that ends and reaps the process.
+        The line to the monitor. Closing it ends and reaps the process.
 
     Raises:
         StoreError: the port to host is taken.
-        OSError: one of the files is another user's, or cannot be opened; says which.
+        OSError: one of the files is another user's, or cannot be opened; names the file.
         RuntimeError: CUDA is in use, and the plan cannot be sent to another Python.
     """
     for setting, path in (("monitor_process_logfile", logfile), ("monitor_process_pidfile", pidfile)):
@@ -104,19 +104,20 @@ def start_monitor(
 
 def _fork(task: _Task, line: socket.socket, memory: RankMemory) -> int:
     with warnings.catch_warnings():
-        # Python warns of forking with threads: the child takes no lock that a thread of ours may hold.
+        # Python warns of forking with threads. The child takes no lock that a thread of ours may hold.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
         status = 1
         try:
-            # Launchers kill by process group; and a collection here would destroy torch objects of the rank.
+            # A collection in the child would destroy the rank's torch objects. And launchers kill by process
+            # group, so the child leaves the rank's.
             gc.disable()
             os.setsid()
             _reset_signals()
             status = _run(task, line, memory)
         finally:
-            os._exit(status)  # never into the rank's code; what was inherited is never dropped
+            os._exit(status)  # never returns into the rank's code, nor destroys what it inherited
     return pid
 
 
@@ -149,15 +150,15 @@ def _spawn(task: _Task, line: socket.socket, memory: RankMemory) -> int:
 
 
 def main() -> None:
-    """The monitor of the process that has started this one."""
+    """Runs the monitor, in the new Python that `start_monitor` has started."""
     with os.fdopen(_TASK, "rb", closefd=False) as file:
         task: _Task = pickle.load(file)
-    gc.disable()  # as in a fork: what is made here lives as long as this process
+    gc.disable()  # as in a fork: all objects live as long as this process
     os._exit(_run(task, socket.socket(fileno=_LINE), RankMemory.from_fd(_MEMORY)))
 
 
 def _run(task: _Task, line: socket.socket, memory: RankMemory) -> int:
-    """All of the process, once it has its own signals; returns its exit status."""
+    """Runs the monitor, once signals are reset; returns the process's exit status."""
     try:
         _close_inherited({line.fileno(), memory.fd})
         _redirect(task.logfile, task.pidfile)
@@ -184,16 +185,16 @@ def _watch(task: _Task, line: socket.socket, memory: RankMemory) -> None:
         watch.tell_others()
     if server is not None:
         watch.await_goodbyes()
-        server.close()  # not left to the exit: the next call's host takes the port once this has ended
+        server.close()  # before the exit: the next call's host needs the port
     if died:
-        # Freeing this process's memory takes a CPU for as long as freeing the rank's. It waits until the
-        # others have restarted.
+        # Freeing this process's memory occupies a CPU for as long as freeing the rank's. So this process ends
+        # only after the other ranks have restarted.
         await_exit(pidfd, limits.termination_grace_time)
         time.sleep(RESTART)
 
 
 def _reset_signals() -> None:
-    """The rank's handlers are not for this process, and a terminal's Ctrl-C is meant for the rank."""
+    """Drops the rank's handlers, and ignores a terminal's Ctrl-C, which is meant for the rank."""
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
@@ -201,7 +202,7 @@ def _reset_signals() -> None:
 
 
 def _close_inherited(keep: set[int]) -> None:
-    """Closes every file that is the rank's: peers would see its sockets open until this process ends."""
+    """Closes the rank's files: its peers would see its sockets open until this process ends."""
     for fd in [int(name) for name in os.listdir("/proc/self/fd")]:
         if fd > 2 and fd not in keep:
             with contextlib.suppress(OSError):

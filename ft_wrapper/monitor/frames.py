@@ -1,13 +1,13 @@
-"""Frames and tracebacks: where threads stand, in words, and what an exception keeps alive.
+"""Frames and tracebacks: what a thread is doing, in words, and what an exception keeps alive.
 
-A rank can also be asked from outside its process where it stands, when it holds the GIL: it has Python's
-``faulthandler`` write the stack of its main thread into a pipe when a signal comes. That happens in the
-signal's handler, in C, and takes no lock. The monitor reads the pipe through ``/proc``.
+The monitor can also ask from outside the process, even while the rank holds the GIL: on a signal, Python's
+``faulthandler`` writes the stack of the main thread into a pipe. It does so in the signal's handler, in C,
+and takes no lock. The monitor reads the pipe through ``/proc``.
 
-``sys._current_frames()`` and ``sys._current_exceptions()`` make objects while they hold the interpreter's
-list of threads. Before 3.12 (CPython's issue 106883) a garbage collection may begin there, and what it
-destroys may release the GIL to a thread that then waits, GIL in hand, for the list. So nothing is collected
-meanwhile.
+``sys._current_frames()`` and ``sys._current_exceptions()`` make objects while they lock the interpreter's
+list of threads. Before 3.12 (CPython's issue 106883) that may start a garbage collection. A finalizer in it
+may release the GIL to a thread that takes the GIL and then waits for the list, a deadlock. So the collector
+is off during these calls.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ def current_frames() -> dict[int, FrameType]:
 
 
 def current_exception(thread: int) -> BaseException | None:
-    """Returns the exception that a thread handles, if any; in one's own, ``sys.exc_info()`` serves.
+    """Returns the exception that another thread handles, if any.
 
     Args:
         thread: the thread's identifier.
@@ -60,29 +60,29 @@ def current_exception(thread: int) -> BaseException | None:
 
 
 def _uncollected(look: Callable[[], Any]) -> Any:
-    """What a function in C returns; nothing is collected meanwhile.
+    """Calls a C function with the collector off, and returns its result.
 
-    All of it is one call of C, in which no other thread gets the GIL: its ``gc.disable()`` would be undone.
+    All of it is one C call: no other thread gets the GIL and calls ``gc.disable()``, which this would undo.
     """
-    if sys.version_info >= (3, 12):  # collects between two instructions only
-        return look()
+    if sys.version_info >= (3, 12):
+        return look()  # the collector runs between two instructions only
     results: list[Any] = []
     calls = (gc.isenabled, gc.disable, look, gc.enable)
-    # The last one depends on what the first has returned.
+    # `gc.enable` is called only if `gc.isenabled` returned True.
     results.extend(map(operator.call, itertools.compress(calls, itertools.chain((1, 1, 1), results))))
-    return results.pop(2)  # not left in a variable of a frame that is among them: that would be a cycle
+    return results.pop(2)  # else this frame, which is among them, would refer to itself: a cycle
 
 
-# ---- where a thread stands: for the log line of a hang, to tell who waits from who is waited for
+# ---- what a thread is doing: the log line of a hang shows which ranks wait, and which they wait for
 
 
 class SourceLocation(NamedTuple):
-    """Where a frame is.
+    """A frame's position in the source.
 
     Args:
-        file: path of the source.
-        line: number in it.
-        function: its name.
+        file: path of the source file.
+        line: line number.
+        function: name of the function.
     """
 
     file: str
@@ -97,7 +97,7 @@ def describe_thread(thread: int) -> str | None:
     """Describes what a thread is doing.
 
     Args:
-        thread: its identifier, as ``threading.get_ident()`` has it.
+        thread: the thread's ``threading.get_ident()``.
 
     Returns:
         The function it is in and the line of the user's code that led there; None if there is no such thread.
@@ -106,13 +106,13 @@ def describe_thread(thread: int) -> str | None:
 
 
 def describe_stack(stack: Sequence[SourceLocation]) -> str | None:
-    """Says where a stack stands: the function it is in, and the line of the user's code that led there.
+    """Describes a stack: its innermost function, and the line of the user's code that led there.
 
     Args:
-        stack: the innermost frame first.
+        stack: locations of the frames, the innermost first.
 
     Returns:
-        None if it is empty.
+        The description; None if the stack is empty.
     """
     if not stack:
         return None
@@ -122,12 +122,12 @@ def describe_stack(stack: Sequence[SourceLocation]) -> str | None:
 
 
 def is_library(file: str) -> bool:
-    """Whether a source file is one of Python's library or of an installed package."""
+    """Whether a source file belongs to Python's library or to an installed package."""
     return any(part in file for part in _LIBRARIES)
 
 
 def locations(frame: FrameType | None) -> Iterator[SourceLocation]:
-    """The frame's place, and those of its callers."""
+    """The locations of a frame and of its callers."""
     while frame is not None:
         yield SourceLocation(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back
@@ -137,10 +137,10 @@ def locations(frame: FrameType | None) -> Iterator[SourceLocation]:
 
 
 class StackDump:
-    """Has the main thread's stack written when the monitor asks for it. Made by the main thread.
+    """Lets the monitor ask for the main thread's stack. Made by the main thread.
 
     Args:
-        memory: tells the monitor how to ask.
+        memory: the rank's shared memory, where the monitor finds the signal and the pipe.
 
     Raises:
         RuntimeError: no real-time signal is free.
@@ -151,10 +151,10 @@ class StackDump:
         self._memory = memory
         self._signum = free_signal()
         self._read, self._write = os.pipe()
-        os.set_blocking(self._write, False)  # a child of an earlier call has a pipe without a reader
+        os.set_blocking(self._write, False)  # nobody reads the pipe that a forked child inherits
         faulthandler.register(self._signum, file=self._write, all_threads=False, chain=False)
         memory.dump_fd = self._read
-        memory.dump_signal = self._signum  # last: it says that there is one to ask
+        memory.dump_signal = self._signum  # last: the monitor asks once it is set
 
     def close(self) -> None:
         """Gives the signal and the pipe back."""
@@ -165,25 +165,26 @@ class StackDump:
 
 
 def describe_main_thread(memory: RankMemory, pid: int, pidfd: int) -> str | None:
-    """Says where a rank's main thread stands, which is about to be ended. Takes at most half a second.
+    """Describes what the main thread of a rank is doing, just before the rank's process is ended.
 
     Args:
-        memory: shared with the rank.
-        pid: its process.
-        pidfd: of that.
+        memory: the memory shared with the rank.
+        pid: the rank's process.
+        pidfd: a pidfd of this process.
 
     Returns:
-        As `describe_thread`; None if there is no main thread to ask, or it does not answer.
+        A description as of `describe_thread`; None if the main thread cannot be asked, or does not begin to
+        answer within half a second.
     """
     signum = memory.dump_signal
     if not signum:
         return None
     text = b""
     pipe = f"/proc/{pid}/fd/{memory.dump_fd}"
-    # What fails: it has just ended by itself.
+    # It fails if the process has just ended by itself.
     with contextlib.suppress(OSError), open(pipe, "rb", buffering=0, opener=_open_nonblocking) as dump:
-        # To the main thread, as the dump is of the thread that gets it. The kernel gives a process's signal
-        # to another thread while the main thread is being interrupted (86 of 90 times).
+        # To the main thread, since the dump shows the thread that gets the signal. While the main thread is
+        # being interrupted, the kernel gives a signal for the process to another thread (86 of 90 times).
         signal.pidfd_send_signal(pidfd, 0 if _SYS_TGKILL else signum)
         if _SYS_TGKILL:
             ctypes.CDLL(None).syscall(_SYS_TGKILL, pid, pid, signum)
@@ -213,7 +214,7 @@ def users_part(trace: TracebackType | None) -> TracebackType | None:
     """Returns a traceback without the wrapper's own frames at its start.
 
     Args:
-        trace: of an exception that left the wrapped function.
+        trace: the traceback of an exception that left the wrapped function.
     """
     while trace is not None and is_own(trace.tb_frame):
         trace = trace.tb_next
@@ -221,10 +222,10 @@ def users_part(trace: TracebackType | None) -> TracebackType | None:
 
 
 def raised_at(trace: TracebackType | None) -> SourceLocation | None:
-    """The innermost line of the user's code that led to an exception; if there is none, its outermost line.
+    """The innermost line of the user's code that led to an exception; without such a line, the outermost.
 
     Args:
-        trace: of an exception that left the wrapped function.
+        trace: the traceback of an exception that left the wrapped function.
     """
     lines = [(frame, number) for frame, number in traceback.walk_tb(users_part(trace))]
     found = next((line for line in reversed(lines) if _is_users(line[0])), lines[0] if lines else None)
@@ -235,7 +236,7 @@ def raised_at(trace: TracebackType | None) -> SourceLocation | None:
 
 
 def users_line(thread: int) -> SourceLocation | None:
-    """The innermost line of the user's code that a thread is in; None if it is in none.
+    """The innermost line of the user's code in a thread's stack; None if it has none.
 
     Args:
         thread: the thread's identifier.
@@ -251,12 +252,12 @@ def _is_users(frame: FrameType) -> bool:
 
 
 def drop_own_frames(error: BaseException) -> None:
-    """Takes the wrapper's own frames from the start of a traceback, if the user's follow, and empties them.
+    """Drops the wrapper's own frames from the start of a traceback, if user frames follow, and clears them.
 
-    The user's frames refer to those that called them, and so would keep what these hold.
+    A user frame refers to its callers, and so would keep alive what they hold.
 
     Args:
-        error: what leaves the wrapped function, caught in the outermost frame.
+        error: an exception that leaves the wrapped function, caught in the outermost frame.
     """
     trace, users = error.__traceback__, users_part(error.__traceback__)
     if users is None:
@@ -269,17 +270,17 @@ def drop_own_frames(error: BaseException) -> None:
 
 
 def is_own(frame: FrameType) -> bool:
-    """Whether a frame is one of this package."""
+    """Whether a frame runs code of this package."""
     module: str = frame.f_globals.get("__name__", "")
     return module.partition(".")[0] == __name__.partition(".")[0]
 
 
 @contextlib.contextmanager
 def interruptions_unreported() -> Iterator[None]:
-    """In the block Python does not report ``RankShouldRestart`` raised where it can only ignore exceptions.
+    """Silences Python's "Exception ignored in" for ``RankShouldRestart``, in the block.
 
-    A destructor or a callback of the collector is such a place. The interruption is raised again outside, so
-    an "Exception ignored in" would only alarm.
+    Python ignores an interruption raised in a destructor or in a callback of the collector. The interruption
+    is raised again outside, so the message would only alarm.
     """
     report = sys.unraisablehook
 
@@ -315,14 +316,15 @@ def forget_frames(error: BaseException) -> None:
 
 
 def checkpoint_failure(error: BaseException) -> str | None:
-    """Says what made a distributed checkpoint fail; None if the error is no such failure.
+    """Describes why a distributed checkpoint failed; None if the error is no such failure.
 
-    Torch's ``CheckpointException`` is a ``BaseException``, though a full disk, say, is a fault like others.
+    Torch's ``CheckpointException`` is a ``BaseException``, though its cause may be a fault like any other (a
+    full disk).
 
     Args:
-        error: what left the wrapped function.
+        error: an exception that left the wrapped function.
     """
-    # What it has not imported, it does not raise.
+    # If the module is not imported, this is not its exception.
     api: Any = sys.modules.get("torch.distributed.checkpoint.api")
     if api is None or not isinstance(error, api.CheckpointException):
         return None

@@ -1,8 +1,8 @@
-"""The heart: a thread that beats for the ranks of a node, while it watches those of others.
+"""The heart: a thread that sends the heartbeat for the ranks of a node, and watches other nodes' heartbeats.
 
-Under an agent all of its ranks share a heart: one thread, one connection, one key that moves. A monitor
-process has one for its rank alone. A heart beats as long as one of its members lives; that a member of it has
-ended is told by its monitor (`RankMonitor.rank_died`).
+All ranks of an agent share a heart: one thread, one connection, one heartbeat key. A monitor process has a
+heart for its rank alone. A heart beats as long as one of its ranks lives. The end of a single rank is
+reported by its monitor (`RankMonitor.rank_died`).
 """
 
 import dataclasses
@@ -24,43 +24,43 @@ from ..settings import Limits
 
 log = logging.getLogger(__name__)
 
-_TURNS = 8  # intervals in the timeout, from which on a heart does one thing at a time
+_TURNS = 8  # a timeout of at least that many intervals lets a heart do one thing per tick
 _SIGHTS = (Sight.HEARTS, Sight.HEARTS, Sight.HEAD, Sight.HEARTS, Sight.HEARTS, Sight.END)
 
 
 class Rank(Protocol):
-    """What a heart has to know of a rank that it beats for. Read from the heart's thread."""
+    """What a heart has to know of a rank that it beats for. The heart's thread reads it."""
 
     view: View | None
-    """The iteration that it is in; None before the first one."""
+    """The iteration that the rank is in; None before the first one."""
 
     @property
     def rank(self) -> int | None:
-        """Its rank there; None as long as it is not known."""
+        """The number of the rank in this iteration; None as long as it is not known."""
 
     @property
     def member(self) -> Member:
-        """Who it is."""
+        """The rank's member of the job."""
 
     @property
     def is_between(self) -> bool:
-        """Whether it is at work outside of a wrapped call."""
+        """Whether the rank is between two wrapped calls."""
 
     def note_left_out(self, left_out: bool) -> None:
-        """Says whether the others have gone on without the rank."""
+        """Notes whether the other ranks have gone on without this one."""
 
 
 class HeartBeat:
-    """What a heart does at each tick, without a thread: gives a sign of life, looks at the job and at others.
+    """The ticks of a heart, without its thread: heartbeats, looks at the job and at other hearts.
 
-    A tick is one request to the store, so that a heart costs no more than one an interval: beats and looks
-    take turns, and one look in three is at how the job stands. Silence is noticed so within the timeout and
-    half a dozen intervals. Where the timeout is short, less than eight intervals, each tick does all of it.
+    A tick is one request to the store, so a heart costs no more than one request per interval. Heartbeats and
+    looks take turns, and one look in three is at the job. So silence is noticed within the timeout and half a
+    dozen intervals. If the timeout is shorter than eight intervals, each tick does all of it.
 
     Args:
-        agreement: where the heartbeats are.
-        heart: its name.
-        settings: the times to keep.
+        agreement: the agreement that has the heartbeats.
+        heart: name of the heart.
+        settings: the timeouts and intervals.
     """
 
     def __init__(self, agreement: Agreement, heart: str, settings: Limits) -> None:
@@ -77,16 +77,16 @@ class HeartBeat:
         self._house = Housekeeper(agreement.store, settings.join_window)
 
     def tick(self, ranks: Collection[Rank]) -> None:
-        """Does what it is time for.
+        """Sends a heartbeat, or looks, or both.
 
         Args:
-            ranks: those that live.
+            ranks: the living ranks of this heart.
 
         Raises:
             StoreError: the store cannot be used.
         """
         last, self._last = self._last, None
-        # After a pause or an outage the others may have gone on without these.
+        # After a pause or an outage the others may have gone on without these ranks.
         looks_at_all = not self._takes_turns or (
             last is not None and self._agreement.store.now() - last > self._late
         )
@@ -97,7 +97,7 @@ class HeartBeat:
             self._look(ranks, Sight.ALL)
         elif not beats:
             self._look(ranks, next(self._sights))
-        elif self.watch.doubts:  # of many that were lost together the last shall be known soon
+        elif self.watch.doubts:  # if many were lost together, the last of them shall be known soon
             self._look(ranks, Sight.HEARTS)
         for rank in ranks:
             if rank.rank == 0 and rank.view is not None:
@@ -105,7 +105,7 @@ class HeartBeat:
         self._last = self._agreement.store.now()
 
     def _look(self, ranks: Collection[Rank], sight: Sight) -> None:
-        """Looks at the iteration that is on; before, at the one that those who are behind are in."""
+        """Looks at each iteration that some rank is in, the earliest first."""
         placed = sorted(
             ((rank.view, rank) for rank in ranks if rank.view is not None), key=lambda one: one[0].n
         )
@@ -119,12 +119,12 @@ class HeartBeat:
 
 @dataclasses.dataclass(eq=False)
 class Heart:
-    """A heart, in a thread of its own, with a connection of its own.
+    """A heart with its own thread and its own connection to the store.
 
     Args:
         connect: makes a client of the store.
-        name: what it is called in the store.
-        settings: the times to keep.
+        name: name of the heart in the store.
+        settings: the timeouts and intervals.
     """
 
     connect: Callable[[], Operations]
@@ -143,27 +143,27 @@ class Heart:
 
     @property
     def is_beating(self) -> bool:
-        """Whether it beats for any member."""
+        """Whether it beats for any rank."""
         return bool(self._ranks)
 
     def add(self, rank: Rank) -> None:
-        """Beats for a rank from now on."""
+        """Starts beating for a rank."""
         with self._lock:
             self._ranks = (*self._ranks, rank)
             self._is_wanted.set()
 
     def remove(self, rank: Rank) -> None:
-        """Beats for a rank no more; again is harmless."""
+        """Stops beating for a rank. A second call is harmless."""
         with self._lock:
             self._ranks = tuple(one for one in self._ranks if one is not rank)
 
     def stop(self) -> None:
-        """Begins to end."""
+        """Asks the thread to end, and does not wait."""
         self._stop.set()
         self._is_wanted.set()
 
     def close(self) -> None:
-        """Ends the thread, and waits for that: bounded, since the store is not tried for ever."""
+        """Ends the thread, and waits for it. The wait is bounded, since the store's retries are."""
         self.stop()
         self._thread.join()
 
@@ -188,7 +188,7 @@ class Heart:
                         break
             except StoreError as error:
                 if not self._is_away:
-                    # Asked again: the job may have ended since.
+                    # Read again: the ranks may have left their call during the request.
                     level = logging.DEBUG if _are_between(ranks) else logging.WARNING
                     log.log(
                         level,
@@ -207,14 +207,15 @@ class Heart:
 
     def _set_patience(self, store: Operations, *, is_patient: bool) -> None:
         if is_patient != self._is_patient:
-            # A client's attempts to connect grow with its patience. After an outage those that are back early
-            # must hear this heart in time, though its last attempt began just before the store was back.
+            # The longer a client's patience, the longer each of its attempts to connect. After an outage,
+            # hearts that are back early must see this one in time, even if its last attempt began just before
+            # the store was back.
             late = self.settings.heartbeat_timeout / 2
             store.patience = late if is_patient else min(late, self.settings.termination_grace_time)
         self._is_patient = is_patient
 
     def _awaited_ranks(self) -> Iterator[tuple[Rank, ...]]:
-        """Whom to beat for, again and again, until the end; waits while there is no rank."""
+        """Yields the ranks to beat for, again and again until the end. Waits while there are none."""
         while not self._stop.is_set():
             self._is_wanted.wait()
             with self._lock:
@@ -226,5 +227,5 @@ class Heart:
 
 
 def _are_between(ranks: Collection[Rank]) -> bool:
-    """Whether all are between two calls: the store may have ended with the job, and no rank listens."""
+    """Whether all ranks are between two calls: then the store may have ended with the job."""
     return all(rank.is_between for rank in ranks)

@@ -1,4 +1,4 @@
-"""Which process the environment of a rank belongs to: a process that has inherited it is not the rank."""
+"""Whether the environment is this process's own: a process that has inherited a rank's is not this rank."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -7,16 +7,16 @@ from ..environment import ACTIVE_WORLD_SIZE_ENV, FORMATION_SIZE_ENV
 from ..store.secret import AGENT_ENV
 
 PROCESS_ENV = "FT_WRAPPER_PROCESS"
-# Each launcher of ranks sets one of these anew.
+# Each launcher of ranks sets one of these to a new value.
 _LAUNCHED = ("TORCHELASTIC_ERROR_FILE", "SLURM_STEP_ID")
 _OWN = (PROCESS_ENV, AGENT_ENV, "FT_WRAPPER_STORE", FORMATION_SIZE_ENV, ACTIVE_WORLD_SIZE_ENV)
 
 
 def mark(environment: Mapping[str, str], pid: int = 0) -> str:
-    """The value of `PROCESS_ENV`.
+    """Returns the value of `PROCESS_ENV` for a rank.
 
     Args:
-        environment: of the rank, as its launcher has made it.
+        environment: the rank's environment, as its launcher has made it.
         pid: the rank's process; 0 if its launcher does not know it yet.
     """
     return " ".join([str(pid), *(environment.get(name, "-") for name in _LAUNCHED)])
@@ -25,11 +25,11 @@ def mark(environment: Mapping[str, str], pid: int = 0) -> str:
 def check() -> None:
     """Checks that the environment is this process's own.
 
-    An environment that a launcher has made for this process, below a rank of ours, is its own; the rank's
-    variables are removed from it.
+    If a launcher inside a rank of ours has started this process, the environment is its own. The outer rank's
+    variables are then removed from it.
 
     Raises:
-        ValueError: it is another process's.
+        ValueError: the environment belongs to another process.
     """
     marked = os.environ.get(PROCESS_ENV, "")
     pid = marked.partition(" ")[0]
@@ -50,8 +50,8 @@ def mark_own() -> Callable[[], object]:
     """Marks the environment as this process's own.
 
     Returns:
-        To be called at the call's end. A launched rank's mark stays: what it starts then is not the rank
-        either.
+        A function for the call's end: it removes the mark. The mark of a launched rank stays, since the
+        processes that it starts later are not the rank either.
     """
     is_launched = "RANK" in os.environ
     os.environ[PROCESS_ENV] = mark(os.environ, os.getpid())

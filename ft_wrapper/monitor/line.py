@@ -1,4 +1,4 @@
-"""A rank's line to its monitor, wherever that runs: in a process of its own, or inside the agent."""
+"""A rank's line to its monitor, which runs in a process of its own or inside the agent."""
 
 import contextlib
 import dataclasses
@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 
 _LONGEST_POLL = 2**31 - 1  # milliseconds: some 25 days
 _ANSWER_TIMEOUT = 60.0  # seconds: the monitor only opens a port
-_SOON = 1.0  # seconds within which a monitor that lives answers, mostly
-_HELLO_TIMEOUT = 10.0  # seconds that the agent may take to look at who is there
+_SOON = 1.0  # seconds within which a living monitor mostly answers
+_HELLO_TIMEOUT = 10.0  # seconds that the agent may take to answer hello
 
 
 @dataclasses.dataclass(eq=False)
@@ -34,11 +34,11 @@ class MonitorLine:
 
     Args:
         line: the socket.
-        pid: the process that the monitor runs in.
-        on_lost: called, in a thread of its own, if the monitor ends without having been told to.
-        heart: the name of the heart that beats for this rank.
-        is_child: whether the monitor's process is this one's own, and ends with the line.
-        replaced: whether an agent starts another process in place of this one, which joins the job.
+        pid: the monitor's process.
+        on_lost: called, in a thread of its own, if the monitor ends unasked.
+        heart: name of the heart that beats for this rank.
+        is_child: whether the monitor is a child process of the rank, and ends with the line.
+        replaced: whether an agent replaces this process if it ends, by one that joins the job.
     """
 
     line: socket.socket
@@ -57,7 +57,7 @@ class MonitorLine:
         self._watcher: threading.Thread | None = in_background("watching the monitor", self._watch)
 
     def await_start(self) -> None:
-        """Waits until a monitor that was just forked is at work.
+        """Waits until a monitor that was just started is at work.
 
         Raises:
             StoreError: the port to host is taken.
@@ -65,24 +65,24 @@ class MonitorLine:
         self._answer("start")
 
     def join(self, member: Member) -> None:
-        """Says who the rank is; from then on the monitor sends its heartbeat."""
+        """Sends the rank's member. From then on the monitor sends the heartbeat."""
         self._send(messages.Join(member))
 
     def enter(self, view: View, decision: Decision | None) -> None:
-        """Says which iteration the rank is in; which it is there stands in the shared memory.
+        """Sends the rank's iteration. The number of the rank in it is in the shared memory.
 
         Args:
             view: the iteration.
-            decision: what changed since the last one said; None to say it all.
+            decision: the decision that led to it from the last iteration sent; None to send the whole view.
         """
         self._send(messages.Enter(view) if decision is None else messages.Advance(decision, view.nonce))
 
     def restarted(self, cause: str, phases: Mapping[str, float]) -> None:
-        """Says that all ranks are back: for who counts restarts. From any thread.
+        """Reports that all ranks are back, for those who count restarts. From any thread.
 
         Args:
-            cause: what kind of fault it was.
-            phases: seconds by name, ``total`` among them.
+            cause: kind of the fault.
+            phases: seconds by phase, ``total`` among them.
 
         Raises:
             InternalError: the monitor has ended.
@@ -92,14 +92,14 @@ class MonitorLine:
     def serve(self, host: str) -> int:
         """Has the monitor open the store that ``torch.distributed`` uses in one iteration.
 
-        In the monitor, so that peers whose clients come when this rank has died find a server: a client
-        without one tries again for its whole timeout, and nothing frees it.
+        The monitor serves it, so that peers that connect after this rank's death find a server. Without one,
+        a client retries for its whole timeout, and nothing frees it.
 
         Args:
-            host: this host, as the other ranks reach it.
+            host: address of this host for the other ranks.
 
         Returns:
-            The store's port. It serves until the next one does, or the monitor ends.
+            The store's port. The store serves until the next one does, or the monitor ends.
 
         Raises:
             StoreError: no store could be opened.
@@ -108,13 +108,13 @@ class MonitorLine:
         return self._answer("open a store").port
 
     def await_answer(self) -> None:
-        """Waits for a monitor that has not looked after this rank for longer than it should.
+        """Waits for a monitor that has not watched this rank for too long.
 
-        Nobody watches the rank meanwhile, and no heartbeat is sent for it: in each iteration that it went on
-        to, it would be evicted again.
+        Meanwhile nobody watches the rank, and no heartbeat is sent for it. If it went on, each next iteration
+        would evict it again.
 
         Raises:
-            InternalError: it did not answer in time, or has ended; this rank has to leave.
+            InternalError: the monitor did not answer in time, or has ended; this rank has to leave.
         """
         self._send(messages.Respond())
         if not self._is(select.POLLIN, _SOON):
@@ -123,11 +123,10 @@ class MonitorLine:
         self._answer("answer")
 
     def between(self) -> bool:
-        """Says that the rank has left a call in order, and may take its time until the next one.
+        """Reports that the rank has left a call in order, and may take its time until the next one.
 
-        From then on the monitor sends the heartbeat and waits for the process's end, and that is all. The
-        rank keeps the socket, to be closed with `close` once another monitor has joined, and nothing else.
-        No shared memory is needed any more.
+        From then on the monitor only sends the heartbeat and waits for the process's end. The rank keeps only
+        the socket, and calls `close` once another monitor has joined. It no longer needs the shared memory.
 
         Returns:
             Whether the monitor does so; False if it has ended.
@@ -144,26 +143,26 @@ class MonitorLine:
         return True
 
     def close(self, timeout: float) -> None:
-        """Lets the monitor end, after the others' last words if it hosts the store; ends it if it does not.
+        """Lets the monitor end, after the other ranks' goodbyes if it hosts the store; then kills it.
 
         Args:
-            timeout: seconds to wait for it.
+            timeout: seconds to wait for its end.
         """
         self._say_bye()
         self._has_ended(timeout)
         self.kill()
 
     def detach(self) -> None:
-        """Lets the monitor go on alone: the rank fails, but the others need the store that it hosts."""
+        """Leaves the monitor running: this rank fails, but the others need the store that it hosts."""
         self._say_bye()
         self._hang_up()
 
     def kill(self) -> None:
-        """Ends the line, whatever the monitor does, and the monitor if it is a process of the rank's own."""
+        """Closes the line, and kills the monitor if it is a child process."""
         self._leaving = True
         if self.is_child:
             with contextlib.suppress(ProcessLookupError, ChildProcessError):
-                if not self._has_ended():  # else it may have been reaped already, and its number be another's
+                if not self._has_ended():  # else it may have been reaped, and its id reused
                     os.kill(self.pid, signal.SIGKILL)
                 os.waitpid(self.pid, 0)
         self._hang_up()
@@ -174,18 +173,18 @@ class MonitorLine:
 
     def _stop_watcher(self) -> None:
         if self._watcher is not None:
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # the monitor has ended
                 self.line.shutdown(socket.SHUT_RD)
             self._watcher.join(_ANSWER_TIMEOUT)
             self._watcher = None
         self.on_lost = None  # it refers to the call, which refers to this line
 
     def _has_ended(self, seconds: float = 0.0) -> bool:
-        """Waits for the monitor's end; whether it has come."""
-        return self._is(select.POLLHUP, seconds)  # not RDHUP, which stopping the watcher causes as well
+        """Waits for the monitor's end; returns whether it has come."""
+        return self._is(select.POLLHUP, seconds)  # not RDHUP, which `_stop_watcher` causes, too
 
     def _is(self, event: int, seconds: float) -> bool:
-        """Waits for an event of the socket; whether it has come."""
+        """Waits for an event of the socket; returns whether it has come."""
         poll = select.poll()
         poll.register(self.line, event)
         return bool(poll.poll(min(seconds * 1000, _LONGEST_POLL)))
@@ -235,15 +234,15 @@ def ask_agent(
     """Says hello to the agent that has started this process, if there is one.
 
     Args:
-        limits: the timeouts that the monitor keeps.
-        plan: how it gets at the store.
-        memory: shared with it; the caller holds its life mutex.
-        on_lost: as for `MonitorLine`.
-        watch: whether to ask it to run the monitor.
+        limits: the timeouts.
+        plan: how the monitor connects to the store.
+        memory: the memory shared with the monitor; the caller holds its life mutex.
+        on_lost: called, in a thread of its own, if the monitor ends unasked.
+        watch: whether to ask the agent for a monitor.
 
     Returns:
-        The line to the monitor that the agent runs; None if the rank needs a monitor process. And whether the
-        agent starts another process in place of this one, which joins the job.
+        The line to the monitor inside the agent, or None if the rank needs a monitor process; and whether the
+        agent replaces this process if it ends, by one that joins the job.
     """
     name = os.environ.get(AGENT_ENV)
     if not name:

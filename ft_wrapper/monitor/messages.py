@@ -1,8 +1,8 @@
-"""The messages between a rank and its monitor, wherever that runs: each is a line on a stream socket.
+"""The messages between a rank and its monitor: each is a line on a stream socket.
 
-An agent gets hello first, with the descriptor of the shared memory, and answers with a `HelloReply`. Then the
-rank sends messages: the name of a class of this file, and its fields as JSON. A `Reply` answers some of them.
-What the monitor does with the messages is in `watch`.
+To an agent the rank first sends hello, with the descriptor of the shared memory. The agent answers with a
+`HelloReply`. Then the rank sends messages: the name of a class of this file, and its fields as JSON. A
+`Reply` answers some of them. `watch` carries out the messages.
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import Any
 from ..protocol.codec import Record
 from ..protocol.records import Decision, Member, View
 
-#: Of hello: another Python, with another ft_wrapper, may run the ranks.
+#: Of the protocol; in hello, since the ranks may run another Python with another ft_wrapper.
 VERSION = 13
 
 _LONGEST = 1 << 16  # bytes of an answer, or of hello
@@ -23,21 +23,21 @@ _LONGEST = 1 << 16  # bytes of an answer, or of hello
 
 @dataclass(frozen=True)
 class Join(Record):
-    """Who the rank is: from now on the monitor sends its heartbeat."""
+    """The rank's member. From now on the monitor sends its heartbeat."""
 
     member: Member
 
 
 @dataclass(frozen=True)
 class Enter(Record):
-    """The iteration that the rank is in: all of its view."""
+    """The iteration that the rank is in: its whole view."""
 
     view: View
 
 
 @dataclass(frozen=True)
 class Advance(Record):
-    """The iteration that the rank is in: what has changed since the last one, and which proposal it was."""
+    """The iteration that the rank is in: the decision that led to it from the last one, and its nonce."""
 
     decision: Decision
     nonce: str
@@ -45,7 +45,7 @@ class Advance(Record):
 
 @dataclass(frozen=True)
 class Restarted(Record):
-    """All ranks are back, and this one came last: what kind of fault it was, and how long each phase took."""
+    """All ranks are back, this one as the last: the kind of the fault, and the seconds of each phase."""
 
     cause: str
     phases: tuple[str, ...]
@@ -54,22 +54,22 @@ class Restarted(Record):
 
 @dataclass(frozen=True)
 class Serve(Record):
-    """The monitor opens the store of an iteration, and answers with its port."""
+    """Asks the monitor to open the store of an iteration, and to answer with its port."""
 
     host: str
 
 
 @dataclass(frozen=True)
 class LeaveCall(Record):
-    """The rank has left a call, and may come to another one.
+    """The rank has left a call, and may make another one.
 
-    Answered once the monitor looks at the shared memory no more.
+    The monitor answers once it no longer reads the shared memory.
     """
 
 
 @dataclass(frozen=True)
 class Respond(Record):
-    """The monitor has not looked after the rank for too long: it answers once it does."""
+    """Asks for an answer, since the monitor has not watched the rank for too long."""
 
 
 @dataclass(frozen=True)
@@ -83,11 +83,11 @@ _MESSAGES: dict[str, type[Message]] = {kind.__name__: kind for kind in typing.ge
 
 @dataclass(frozen=True)
 class Reply:
-    """What the monitor answers.
+    """The monitor's answer to a message.
 
     Args:
-        port: of the store that it has opened.
-        error: why it has not done what it was to do.
+        port: port of the store that the monitor has opened.
+        error: why the monitor could not do what was asked; empty if it did.
     """
 
     port: int = 0
@@ -96,12 +96,12 @@ class Reply:
 
 @dataclass(frozen=True)
 class HelloReply:
-    """What an agent answers to hello.
+    """The agent's answer to hello.
 
     Args:
-        replaced: whether it starts another process in place of this one, which joins the job.
-        heart: the name of the heart that beats for the rank.
-        refused: why the rank gets no monitor there; empty if it gets one.
+        replaced: whether the agent replaces the rank's process if it ends, by one that joins the job.
+        heart: name of the heart that beats for the rank.
+        refused: why the rank gets no monitor in the agent; empty if it gets one.
     """
 
     replaced: bool
@@ -110,12 +110,12 @@ class HelloReply:
 
 
 def parse(line: bytes) -> Message:
-    """Reads a message of a rank.
+    """Reads a rank's message.
 
     Raises:
-        KeyError: there is no such message.
-        ft_wrapper.exception.StoreError: its fields are others.
-        UnicodeDecodeError: it is no text.
+        KeyError: the message is unknown.
+        ft_wrapper.exception.StoreError: the message has wrong fields.
+        UnicodeDecodeError: the line is no text.
     """
     kind, _, fields = line.decode().partition(" ")
     return _MESSAGES[kind].from_json(fields, kind)
@@ -131,12 +131,12 @@ def send(line: socket.socket, fields: Mapping[str, Any]) -> None:
 
 
 def receive(line: socket.socket) -> dict[str, Any]:
-    """Receives hello, or a reply: the only one that is under way.
+    """Receives hello, or a reply. Nothing else may be under way.
 
     Raises:
         EOFError: the line has ended.
         OSError: the line has failed, or its timeout has passed.
-        ValueError: what came is no JSON.
+        ValueError: the line is no JSON.
     """
     data = b""
     while not data.endswith(b"\n"):

@@ -31,22 +31,21 @@ from .shared_memory import Phase, RankMemory
 
 log = logging.getLogger(__name__)
 
-_STEP_EVERY = 1.0  # seconds between two events of a rank that say which step is on
-_LATE = 1.0  # seconds; on a busy machine a look is that late now and then, at no cost
-_REMEMBERED = 64  # pauses; those of before are older than any stamp that matters
+_STEP_EVERY = 1.0  # seconds between two events with a rank's current step
+_LATE = 1.0  # seconds; on a busy machine a look is sometimes that late, without a pause
+_REMEMBERED = 64  # gaps; older ones lie before any stamp that matters
 
 
 class Pauses:
-    """Counts time without the gaps in which the watcher did not look when it wanted to.
+    """Counts time without the gaps in which the watcher could not look when it wanted to.
 
-    What it watches may not have run then either. A container that was paused or a virtual machine that was
-    suspended stops a rank and its monitor together. At the thaw the rank's stamps are as old as the pause was
-    long, and yet the rank is healthy. All of a gap is left out, from the last look before it on, since the
-    pause may have begun at any time in it.
+    The rank may not have run in a gap either. A paused container or a suspended virtual machine stops a rank
+    and its monitor together. After that the rank's stamps are as old as the pause, and yet the rank is
+    healthy. A gap counts from the last look before it, since the pause may have begun right after this look.
 
     Args:
-        interval: seconds between two looks at the most. A look that is late by more than that, and by more
-            than a second, ends a gap.
+        interval: the most seconds between two looks. A look that is later than due by more than that, and by
+            more than a second, ends a gap.
         now: the watcher's clock, in monotonic seconds.
     """
 
@@ -57,11 +56,11 @@ class Pauses:
         self._gaps: collections.deque[tuple[float, float]] = collections.deque(maxlen=_REMEMBERED)
 
     def expect(self, due: float) -> None:
-        """Says when the watcher wants to look next."""
+        """Notes when the watcher wants to look next."""
         self._due = due
 
     def look(self, now: float) -> None:
-        """Says that the watcher looks."""
+        """Notes that the watcher looks now."""
         if now - self._due > self._late:
             began = self._looked
             if self._gaps and self._gaps[-1][1] == began:
@@ -77,11 +76,11 @@ class Pauses:
 
 @dataclasses.dataclass
 class Idle:
-    """What monitors hand on to those of the next call: each new connection of torch's may take seconds.
+    """What monitors leave to those of the next call, since a new connection of torch's may take seconds.
 
     Args:
-        clients: of the store.
-        stores: of iterations, that no rank has used.
+        clients: clients of the job's store.
+        stores: stores for iterations, which no rank has used.
     """
 
     clients: list[StoreMixin] = dataclasses.field(default_factory=list)
@@ -90,17 +89,17 @@ class Idle:
 
 @dataclasses.dataclass(eq=False)
 class RankMonitor:
-    """One rank's monitor. Not in the rank's process, so that neither its death nor a held GIL stops it.
+    """The monitor of one rank, outside of its process, where neither its death nor a held GIL stops it.
 
     Args:
         connect: makes a client of the store.
-        member: the rank's member.
-        memory: shared with the rank.
+        member: the rank's member of the job.
+        memory: the memory shared with the rank.
         pid: the rank's process.
-        limits: the times to keep.
-        heart: the one that beats for the rank, perhaps as for others.
-        job: what the job is called in events; None for what the environment says.
-        idle: where it takes its client from, and gives it back to when the rank has left its call in order.
+        limits: the timeouts.
+        heart: the heart that beats for the rank, and perhaps for others.
+        job: name of the job in events; None for the environment's.
+        idle: idle clients, to take one from, and to return it to when the rank has left its call in order.
     """
 
     connect: Callable[[], StoreMixin]
@@ -111,14 +110,14 @@ class RankMonitor:
     heart: Heart
     job: str | None = None
     idle: Idle = dataclasses.field(default_factory=Idle)
-    view: View | None = dataclasses.field(default=None, init=False)  # of the iteration that the rank is in
+    view: View | None = dataclasses.field(default=None, init=False)  # the iteration that the rank is in
     is_between: bool = dataclasses.field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self._client: StoreMixin | None = take_or_make(self.idle.clients, self.connect)
         self._pauses = Pauses(self.limits.monitor_process_interval, time.monotonic())
         self._reported = names.BEFORE_FIRST - 1  # iteration whose soft timeout has been published
-        self._is_dying = False  # or has died, as far as is known
+        self._is_dying = False  # or has died
         self._is_death_published = False
         self._left_out_at = math.inf  # when the heart saw that the others went on without this rank
         self._publishers: list[threading.Thread] = []  # of soft timeouts
@@ -132,14 +131,14 @@ class RankMonitor:
 
     @property
     def rank(self) -> int | None:
-        """Which it is in the iteration; None until the rank assignment has said so."""
+        """The number of the rank in its iteration; None before the rank assignment."""
         return self.memory.rank
 
     def leave_call(self) -> None:
-        """The rank has left its call in order, and may take its time until the next one.
+        """Notes that the rank has left its call in order, and may take its time until the next one.
 
-        Only its heartbeat and its end matter from now on. Its last iteration has ended well, so nothing ends
-        by its death; and the store may end with the job, while this rank still does something else.
+        From now on only its heartbeat and its end matter. Its last iteration has ended well, so its death
+        ends no iteration. The store may end with the job while this rank still works.
         """
         self.is_between = True
         if self._client is not None and not any(publisher.is_alive() for publisher in self._publishers):
@@ -151,7 +150,7 @@ class RankMonitor:
         self.heart.remove(self)
 
     def close(self) -> None:
-        """Stops the heartbeat, and lets go of the store."""
+        """Stops the heartbeat, and closes the store's client."""
         self.stop()
         for publisher in self._publishers:
             publisher.join()
@@ -159,26 +158,26 @@ class RankMonitor:
             self._client.close()
 
     def rank_died(self) -> None:
-        """The rank's process has died: tells the others, unless that was done when it was ended.
+        """Reports that the rank's process has died, unless that was done when the monitor ended it.
 
         Raises:
-            StoreError: they cannot be told. May be tried again.
+            StoreError: the store cannot be reached. The call may be repeated.
         """
         self.stop()
-        # A store that is gone now has ended with the job, and so have the other ranks.
+        # If the store is gone now, it has ended with the job, and so have the other ranks.
         self._agreement.store.patience = self.limits.termination_grace_time
         if self.is_between:
-            # As it always ends, mostly: no fault. Those who go on to another call must not wait for it.
+            # Mostly the normal end of a process, so no fault. Members in a next call must not wait for it.
             self._report_death(None, False, self.limits.termination_grace_time)
         elif not self._is_death_published:
-            if self.memory.leave_requested:  # it was ended, as it had no step to leave at
+            if self.memory.leave_requested:  # the agent ended it, since it had no step to leave at
                 self._publish_death(Interruption.BASE_EXCEPTION, "was drained")
             else:
                 self._publish_death(Interruption.TERMINATED, "died")
-        self._agreement.ends.say_goodbye(self.member)  # it cannot do so itself any more
+        self._agreement.ends.say_goodbye(self.member)  # in place of the dead member
 
     def await_next(self) -> None:
-        """Waits until the others, if there are any, have left the iteration that the rank died in."""
+        """Waits until the other ranks, if any, have left the iteration in which this rank died."""
         if self.view is not None:
             await_others(self._agreement, self.view, self.limits.barrier_timeout)
 
@@ -190,10 +189,10 @@ class RankMonitor:
         return pause
 
     def keep_time(self, pidfd: int) -> None:
-        """Publishes a soft timeout; ends the process at a hard one, or when it is out and does not leave.
+        """Publishes a soft timeout. Ends the process at a hard one, or if it has to leave and does not.
 
         Args:
-            pidfd: of the rank's process.
+            pidfd: a pidfd of the rank's process.
         """
         self.memory.monitor_stamp = now = time.monotonic()
         self._pauses.look(now)
@@ -216,15 +215,16 @@ class RankMonitor:
             self._end_rank(pidfd, f"{what} for hard_timeout={timeout:g} s")
         elif soft <= 0.0:
             self._reported = n = self.memory.iteration
-            # Not here: a store that is out of reach for the moment must not keep the hard timeout waiting.
+            # In another thread: an unreachable store must not delay the hard timeout.
             what = f"telling the other ranks that {self._name()} made no progress"
             publisher = in_background(what, lambda: self._publish_soft_timeout(n))
             self._publishers = [*(one for one in self._publishers if one.is_alive()), publisher]
 
     def _left(self, now: float) -> tuple[float, float, float, float]:
-        """Seconds until the rank has to have left the job, the function; to the hard and the soft timeout.
+        """Seconds until four deadlines; infinite for those that do not apply now.
 
-        Infinite where it does not count.
+        Returns:
+            To leave the job; to leave the function; ``hard_timeout``; ``soft_timeout``.
         """
         limits, memory, since = self.limits, self.memory, self._pauses.since
         to_leave = limits.termination_grace_time - since(self._left_out_at, now)
@@ -234,19 +234,19 @@ class RankMonitor:
             if memory.phase == Phase.WATCHED:
                 still = since(memory.progress_stamp(limits.progress_watchdog_interval), now)
                 hard = min(hard, limits.hard_timeout - still)
-                # It moves: it may catch each interruption, as may all others. Read once: it leaves just now.
+                # For a rank that moves, but catches each interruption. Read once: it may be leaving just now.
                 if interrupted_at := memory.leave_stamp:
                     stays = limits.barrier_timeout - since(interrupted_at, now)
-                # Once an iteration; and a spare's ends nothing.
+                # Once per iteration. A spare's soft timeout ends nothing.
                 if memory.active and self._reported < memory.iteration:
                     soft = limits.soft_timeout - still
         return to_leave, stays, hard, soft
 
     def await_goodbyes(self) -> None:
-        """Waits until all members have said that they need the store no more.
+        """Waits until all members have said goodbye: they no longer need the store.
 
-        Those of the last iteration for as long as they live; the dead and those who were left out may still
-        be about to say so, and get the grace time.
+        It waits for members of the last iteration as long as they live. Members that died or were left out
+        may still say goodbye, and get ``termination_grace_time``.
         """
         ends, limits = self._agreement.ends, self.limits
         watch = NeighbourWatch(self._agreement, str(self.member), limits.heartbeat_timeout)
@@ -265,13 +265,13 @@ class RankMonitor:
             alone_since = math.inf if here else min(now, alone_since)
             if now - alone_since >= limits.termination_grace_time:
                 return
-            # One after the other: all that is read above once more only when one lets itself be waited for.
+            # Each in turn, so that all of the above is read again only if some member's goodbye is late.
             for member in sorted(here or missing):
                 if not ends.await_goodbye(member, limits.heartbeat_interval):
                     break
 
     def note_left_out(self, left_out: bool) -> None:
-        """Hears, from its heart, whether the others have gone on without the rank."""
+        """Notes, called by its heart, whether the other ranks have gone on without this one."""
         self._left_out_at = min(self._left_out_at, time.monotonic()) if left_out else math.inf
 
     def _emit_fault(self, view: View, interruption: Interruption) -> None:
@@ -288,7 +288,7 @@ class RankMonitor:
         events.emit(event, **job, **where, **member, **fields)
 
     def _emit_step(self, now: float) -> None:
-        """Notes which step is on, once a second: not in the rank's process, which has other things to do."""
+        """Emits the current step, once a second. Here, so that the rank's process need not."""
         view, memory = self.view, self.memory
         if now - self._step_emitted_at < _STEP_EVERY or view is None or not events.are_enabled():
             return
@@ -322,7 +322,7 @@ class RankMonitor:
         )
 
     def _end_rank(self, pidfd: int, message: str) -> None:
-        """Publishes first, then ends the process: the others do not wait for its memory to be freed."""
+        """Publishes the death, then ends the process: the others need not wait until its memory is freed."""
         place = describe_main_thread(self.memory, self.pid, pidfd)
         if place is not None:
             message += f" and stood {place}"
@@ -346,5 +346,13 @@ class RankMonitor:
 
 
 def await_exit(pidfd: int, seconds: float) -> bool:
-    """Waits for the end of a process, for so many seconds at the most; whether it has come."""
+    """Waits for the end of a process.
+
+    Args:
+        pidfd: a pidfd of the process.
+        seconds: the longest wait.
+
+    Returns:
+        Whether the process has ended.
+    """
     return bool(connection.wait([pidfd], seconds))

@@ -1,11 +1,11 @@
-"""Who runs the watch over a rank: the agent, for each of its ranks; or a process of its own (`beside`).
+"""The agent's service that runs a monitor for each of its ranks, in place of monitor processes (`beside`).
 
-Inside the agent, no process is needed beside a rank. A rank that enters a wrapped call connects, says hello
-and hands over the memory that it shares with its monitor. From then on it talks to a `RankWatch`, in a thread
-of the agent. What goes wrong with one rank's monitor ends that one only: the rank sees the line's end. No
-wait is the agent's main thread's, but for the end.
+A rank that enters a wrapped call connects, says hello and passes the memory that it shares with its monitor.
+From then on it talks to a `RankWatch`, in a thread of the agent. An error in a rank's monitor ends this
+monitor alone, and its rank sees the end of the line. The agent's main thread waits for none of this, except
+at its end.
 
-A rank that has no agent, or is refused, starts a process.
+A rank that has no agent, or is refused, starts a monitor process.
 """
 
 import contextlib
@@ -34,43 +34,57 @@ from .watch import OnRestart, RankWatch, Stage
 
 log = logging.getLogger(__name__)
 
-CLOSE_TIMEOUT = 5.0  # seconds at the agent's end to tell the other nodes of the last deaths
+CLOSE_TIMEOUT = 5.0  # seconds at the agent's end to report the last deaths to other nodes
 _HELLO_TIMEOUT = 10.0  # seconds from a connection to its hello
-# Seconds for `add`: a process may say hello before the agent has noted that it started it.
+# Seconds until `add`: a process may say hello before the agent has noted its start.
 _KNOWN_WITHIN = 5.0
-_PAUSE = 1.0  # seconds to the next try where descriptors or threads have run out
+_PAUSE = 1.0  # seconds between two tries while no descriptor or thread is free
 
 
 class _Refused(Exception):
-    """A process gets no monitor here; says why."""
+    """A process gets no monitor here; the message has the reason."""
 
 
 @dataclasses.dataclass(eq=False)
 class _Process:
-    """A process that the agent has started and not reaped."""
+    """A process that the agent has started and not reaped.
+
+    Args:
+        pid: the process.
+        replaced: whether the agent is expected to replace it if it ends.
+        memory: the memory of its last wrapped call; None before it has a monitor.
+    """
 
     pid: int
-    replaced: bool  # whether another takes its place if it ends, as far as is known
-    memory: RankMemory | None = None  # of its last wrapped call, once it has had a monitor
+    replaced: bool
+    memory: RankMemory | None = None
 
 
 @dataclasses.dataclass
 class _Attended:
-    """A process that has connected."""
+    """A process that has connected.
+
+    Args:
+        line: the socket to it.
+        pid: the process; 0 before it is known.
+        process: the agent's process that it is, or descends from, while it has the monitor of this process.
+        watch: its watch; None before it has one.
+        replaced: whether a replacement is expected if it ends, and can join.
+    """
 
     line: socket.socket
-    pid: int = 0  # before it is known
-    process: _Process | None = None  # that it is or is below, as long as it has that one's monitor
-    watch: RankWatch | None = None  # once it has one
-    replaced: bool = False  # whether another takes its place if it ends, and can join; as far as is known
+    pid: int = 0
+    process: _Process | None = None
+    watch: RankWatch | None = None
+    replaced: bool = False
 
     @property
     def is_in_call(self) -> bool:
-        """Whether it is in a wrapped call, or about to get a monitor for one."""
+        """Whether the process is in a wrapped call, or about to get a monitor for one."""
         return self.watch is None or self.watch.stage is Stage.IN_CALL
 
     def stop(self) -> None:
-        """Ends what waits for it, unless it has died and the others have to be told."""
+        """Ends the waits for this process, unless its death is still to be reported."""
         if self.watch is not None:
             self.watch.stop()
         else:
@@ -79,16 +93,17 @@ class _Attended:
 
 
 class MonitorService:
-    """Accepts ranks, and runs a monitor for each that is one of this agent's processes, or is below one.
+    """Accepts ranks, and runs a monitor for each that is, or descends from, a process of this agent.
 
-    They share one heart. Its name is new with each agent, so that no agent keeps another one's members alive.
+    The ranks share one heart. Each agent gives it a new name, so that no agent keeps another agent's members
+    alive.
 
-    A killed agent leaves nothing behind: the socket's name is not a file's.
+    A killed agent leaves nothing behind: its socket has an abstract name, not a file.
 
     Args:
-        job: what the job is called in events.
+        job: name of the job in events.
         on_restart: called for each restart that a rank reports.
-        name: what ranks find in ``FT_WRAPPER_AGENT``; a new one when None.
+        name: the socket's name, which ranks find in ``FT_WRAPPER_AGENT``; None for a new one.
 
     Raises:
         OSError: no socket can be made.
@@ -101,9 +116,9 @@ class MonitorService:
         self._job = job
         self._on_restart = on_restart
         self._changed = threading.Condition()
-        self._processes: dict[int, _Process] = {}  # by their numbers
+        self._processes: dict[int, _Process] = {}  # by process id
         self._attended: dict[threading.Thread, _Attended] = {}
-        self._hearts: dict[tuple[Limits, str], Heart] = {}  # those in one job, with the same times, share one
+        self._hearts: dict[tuple[Limits, str], Heart] = {}  # one per timeouts and store
         self._idle: dict[str, Idle] = {}  # by store
         self._closing = False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -112,38 +127,38 @@ class MonitorService:
         self._acceptor = in_background("accepting ranks", self._accept)
 
     def add(self, pid: int, *, replaced: bool = False) -> None:
-        """A rank's process was started.
+        """Notes that the agent has started a rank's process.
 
         Args:
-            pid: it.
-            replaced: whether another one is started in its place if it ends, as far as is known.
+            pid: the process.
+            replaced: whether the agent is expected to replace it if it ends.
         """
         with self._changed:
             self._processes[pid] = _Process(pid, replaced)
             self._changed.notify_all()
 
     def remove(self, pid: int) -> RankMemory | None:
-        """A rank's process has ended; called before it is reaped, for then its number may be another's.
+        """Notes that a rank's process has ended. Call it before the process is reaped and its id reused.
 
         Returns:
-            The memory of its last wrapped call, which tells how it has left; None without one.
+            The memory of its last wrapped call, which shows how it has left; None if it had none.
         """
         with self._changed:
             process = self._processes.pop(pid, None)
             return None if process is None else process.memory
 
     def ranks(self) -> list[tuple[RankMemory | None, bool]]:
-        """For each of the agent's processes the memory of its last wrapped call, and whether it is in that.
+        """For each of the agent's processes the memory of its last wrapped call, and whether it is in a call.
 
-        None for one that had no monitor here yet. The memory may be read, also after its call, and must not
-        be kept.
+        The memory is None for a process that had no monitor here yet. It may be read, even after its call,
+        and must not be kept.
         """
         with self._changed:
             in_call = [one.process for one in self._attended.values() if one.is_in_call]
             return [(process.memory, process in in_call) for process in self._processes.values()]
 
     def last_end(self) -> float | None:
-        """Since when all of the agent's processes wait at their end; None if one is not there."""
+        """Since when all of the agent's processes wait at their end; None if some process does not."""
         with self._changed:
             stamps = [
                 process.memory.end_stamp if process.memory else 0.0 for process in self._processes.values()
@@ -157,7 +172,7 @@ class MonitorService:
             pid: the process that the agent has started for it.
 
         Returns:
-            Whether it is going to do so: it is in the function, and has told a step in this iteration.
+            Whether the rank will do so: it is in the function, and has reported a step in this iteration.
         """
         with self._changed:
             process = self._processes.get(pid)
@@ -168,9 +183,9 @@ class MonitorService:
             )
 
     def close(self) -> None:
-        """Accepts no more ranks, and waits until the others know who has died: `CLOSE_TIMEOUT` at the most.
+        """Accepts no more ranks, and waits until their deaths are reported, at most `CLOSE_TIMEOUT`.
 
-        The ranks have ended by then. One that is stuck is left without a monitor.
+        Call it when the ranks have ended. A stuck rank is left without a monitor.
         """
         with self._changed:
             if self._closing:
@@ -236,7 +251,12 @@ class MonitorService:
                 log.exception("the monitor of process %d failed, so the rank leaves the job", attended.pid)
 
     def _watch(self, attended: _Attended, owned: contextlib.ExitStack) -> None:
-        """Watches a rank to its end; what has to be closed then goes onto the stack."""
+        """Watches a rank to its end.
+
+        Args:
+            attended: the rank's process.
+            owned: gets what has to be closed after that.
+        """
         line = attended.line
         line.settimeout(_HELLO_TIMEOUT)
         pid, uid = peer(line)
@@ -255,7 +275,7 @@ class MonitorService:
         except ProcessLookupError:
             raise _Refused(f"process {pid} has ended") from None
         owned.callback(os.close, pidfd)
-        # With the pidfd at hand: the number cannot have become another process's, unless that is ours, too.
+        # With the pidfd open, the id can have become another process's only if that one is ours, too.
         process = self._process_of(pid)
         limits, plan, memory = _hear_hello(line, fds)
         owned.callback(memory.close)
@@ -263,7 +283,7 @@ class MonitorService:
         attended.replaced = process.replaced and limits.use_global_iteration
         if plan is None:
             raise _Refused(f"process {pid} has a monitor process")
-        with self._changed:  # first come, first served; an earlier call's goes on until the rank says bye
+        with self._changed:  # first come, first served; an earlier call's monitor runs until the rank leaves
             if any(one.process is process and one.is_in_call for one in self._attended.values()):
                 raise _Refused(f"process {process.pid} has a monitor already")
             attended.process, process.memory = process, memory
@@ -275,7 +295,7 @@ class MonitorService:
         told = self._job, self._on_restart
         watch = RankWatch(limits, plan.connect, memory, line, pid, pidfd, heart, *told, idle)
         owned.callback(watch.close)
-        owned.callback(line.close)  # before that: the rank waits for it, and the watch for the rank
+        owned.callback(line.close)  # closed first: the rank waits for that, and `watch.close` for the rank
         with self._changed:
             attended.watch = watch
             if self._closing:
@@ -289,7 +309,7 @@ class MonitorService:
             watch.tell_others()
 
     def _process_of(self, pid: int) -> _Process:
-        """Which of the agent's processes this is, or is below (a shell, say)."""
+        """The agent's process that this one is, or descends from (through a shell, for example)."""
         try:
             lineage: list[int] = [pid, *(parent.pid for parent in psutil.Process(pid).parents())]
         except psutil.Error:
@@ -305,7 +325,7 @@ class MonitorService:
         raise _Refused(f"process {pid} is no rank's")
 
     def _forget(self, thread: threading.Thread, line: socket.socket) -> None:
-        """A connection has ended; the hearts end with the last one, and what calls hand on."""
+        """Removes an ended connection. With the last one, hearts and idle clients end, too."""
         with self._changed:
             del self._attended[thread]
             line.close()
@@ -319,17 +339,17 @@ class MonitorService:
 
 
 def service_name() -> str:
-    """A name for an agent's service, that no other one has."""
+    """Returns a unique name for an agent's service."""
     return f"ftrun-{os.getpid()}-{os.urandom(8).hex()}"
 
 
 def heart_name() -> str:
-    """A name for a heart, that no other one has."""
+    """Returns a unique name for a heart."""
     return keys.shared_heart(os.urandom(8).hex())
 
 
 def _hear_hello(line: socket.socket, fds: list[int]) -> tuple[Limits, StorePlan | None, RankMemory]:
-    """Receives hello; without a plan if no monitor is wanted."""
+    """Receives hello; the plan is None if the rank wants no monitor."""
     try:
         (fd,) = fds
         hello = receive(line)

@@ -1,11 +1,11 @@
-"""Memory that a rank shares with its monitor: a robust mutex that tells of the rank's death, and stamps.
+"""Memory that a rank shares with its monitor: a robust mutex that shows the rank's death, and stamps.
 
-The kernel frees a dead process's memory before it signals the process's pidfd or closes its sockets, but it
-releases a *robust* mutex before that. So the thread that runs the function holds one as long as it lives,
-and a watcher that blocks on it learns of the death within a millisecond, whatever the process's size.
+When a process dies, the kernel first releases its *robust* mutexes, then frees its memory, and only then
+signals its pidfd and closes its sockets. So the thread that runs the function holds a robust mutex as long as
+it lives. A watcher that blocks on it learns of the death within a millisecond, whatever the process's size.
 
 The stamps are seconds of ``time.monotonic()``, one clock for all processes of a host. Each field is aligned
-and written in one store, so that no reader sees half of a value and no writer takes a lock.
+and written in one store. So no reader sees half of a value, and no writer takes a lock.
 """
 
 import ctypes
@@ -34,11 +34,11 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class Phase(enum.IntEnum):
-    """Whether the stamps mean anything at present.
+    """Whether the monitor watches the stamps.
 
     Attributes:
-        IDLE: waiting for others, before it has joined, or between calls: the main stamp is not watched.
-        WATCHED: everywhere else: a stamp that stands still is a hang.
+        IDLE: the rank waits for others, has not joined, or is between calls: its main stamp is not watched.
+        WATCHED: everywhere else. A stamp that does not move is a hang.
     """
 
     IDLE = 0
@@ -48,30 +48,30 @@ class Phase(enum.IntEnum):
 class RankMemory(ctypes.Structure):
     """Memory shared by a rank and the process that watches it.
 
-    Made by the rank. The watcher inherits it by a fork, or maps the passed descriptor with `from_fd`. Each
+    The rank makes it. The watcher inherits it by a fork, or maps the passed descriptor with `from_fd`. Each
     side closes its own object. Only on Linux.
 
     Attributes:
-        fd: file descriptor of the memory, to be passed on; -1 after `close`. Not inherited over an exec.
+        fd: file descriptor of the memory, to be passed on; -1 after `close`. An exec closes it.
         main_stamp: when the main thread was last seen to run bytecode.
         gil_stamp: when a thread of the rank last had the GIL.
         ping_stamp: when the function last called ``ping``; 0.0 when not in this iteration.
-        step_stamp: when the step that the function last told began, also in an iteration before; 0.0 if none.
-        monitor_stamp: when the monitor last looked after the rank; 0.0 if it has not yet.
+        step_stamp: when the last reported step began, in this or an earlier iteration; 0.0 if there is none.
+        monitor_stamp: when the monitor last looked at the rank; 0.0 if it has not yet.
         end_stamp: when the process began to wait, at its end, for what the function has left; else 0.0.
-        leave_stamp: since when it is being interrupted, so that it leaves the function; 0.0 if it is not.
-        is_in_function: whether the rank is in the function, or a spare.
-        has_restarted: whether an iteration of its call has ended by a fault.
-        phase: whether the stamps count. Changed with `enter_phase`.
+        leave_stamp: since when the function is being interrupted, to make it leave; 0.0 if it is not.
+        is_in_function: whether the rank is in the function, or is a spare.
+        has_restarted: whether an iteration of the rank's call has ended by a fault.
+        phase: whether the stamps are watched. Changed with `enter_phase`.
         iteration: the global restart iteration that the rank is in; -1 for none.
         active: whether the rank calls the function in this iteration, rather than being a spare.
         hang_protection_disabled: how many ``disable_hang_protection`` blocks the rank is in; above 0, no
             timeout applies.
-        dump_signal: by which the rank is asked where it stands; 0 if it cannot be asked.
-        dump_fd: the rank's descriptor that the answer comes by.
-        leave_requested: whether the rank was asked to leave the job, which the agent writes; or was excluded,
-            which the rank writes where its call ends.
-        is_life_held: whether the rank is in its call; once its process has ended, whether it ended in it.
+        dump_signal: signal that asks the rank for its main thread's stack; 0 if it cannot be asked.
+        dump_fd: the rank's descriptor of the pipe with the answer.
+        leave_requested: whether the rank was asked to leave the job (written by the agent), or was excluded
+            (written by the rank when its call ends).
+        is_life_held: whether the rank is in its call; after its process has ended, whether it ended in one.
 
     Raises:
         RuntimeError: the platform lacks ``memfd_create`` or robust mutexes.
@@ -105,7 +105,7 @@ class RankMemory(ctypes.Structure):
     dump_fd: int
     leave_requested: bool
     fd: int
-    _owner: tuple[int, int] | None = None  # process and thread that hold the life by this object
+    _owner: tuple[int, int] | None = None  # process and thread that hold the life mutex by this object
 
     def __new__(cls) -> "RankMemory":  # not in memory of ctypes' own
         _require_libc()
@@ -134,12 +134,12 @@ class RankMemory(ctypes.Structure):
         """Maps a rank's memory in another process.
 
         Args:
-            fd: descriptor of the memory (`fd` of the rank's object), inherited or received. It is duplicated:
-                the caller still owns it.
+            fd: descriptor of the memory (`fd` of the rank's object), inherited or received. The caller still
+                owns it, since it is duplicated.
 
         Raises:
-            ValueError: the descriptor is not one of a rank's memory.
-            OSError: the descriptor is not open or no memory file's, or the mapping failed.
+            ValueError: the descriptor is not that of a rank's memory.
+            OSError: the descriptor is not open, or is no memory file's, or the mapping failed.
         """
         own = os.dup(fd)
         try:
@@ -154,8 +154,8 @@ class RankMemory(ctypes.Structure):
     def _map(cls, fd: int) -> "RankMemory":
         """Maps the memory.
 
-        Not by ``mmap.mmap``: that keeps a duplicate of the descriptor, which a forked child that closes what
-        is not its own would close behind its back.
+        It does not use ``mmap.mmap``, which keeps a duplicate of the descriptor: a forked child that closes
+        inherited files would close this, too.
         """
         address = _libc().mmap(None, _SIZE, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
         if address == _MAP_FAILED:
@@ -168,21 +168,20 @@ class RankMemory(ctypes.Structure):
     # ---- life and death
 
     def lock_life(self) -> None:
-        """Takes the mutex: from now on the end of the calling thread, however it comes, wakes the watchers.
+        """Takes the life mutex. From now on any end of the calling thread wakes the watchers.
 
-        Called once, by the thread that runs the function, before anyone watches: before the monitor is forked
-        or is passed the descriptor. `close` gives it back.
+        The thread that runs the function calls it once, before the monitor is forked or gets the descriptor.
+        `close` releases the mutex.
         """
         _pthread("mutex_lock", ctypes.byref(self))
         self.is_life_held = True
         self._owner = _here()
 
     def wait_for_death(self) -> bool:
-        """Blocks until the rank's thread has ended or has closed its memory; whether it has ended.
+        """Blocks until the rank's thread has ended or has closed its memory. Returns whether it has ended.
 
-        Any number of watchers, at once or one after the other, get the same answer. Signals do not end the
-        wait (in a main thread, Ctrl-C neither): give it a thread of its own where the process has other
-        things to do.
+        Any number of watchers, at once or in turn, get the same answer. No signal ends the wait (not even a
+        Ctrl-C in a main thread), so it mostly needs a thread of its own.
         """
         try:
             _pthread("mutex_lock", ctypes.byref(self))
@@ -190,8 +189,8 @@ class RankMemory(ctypes.Structure):
             if error.errno != errno.EOWNERDEAD:
                 raise
             _pthread("mutex_consistent", ctypes.byref(self))
-        # Not the mutex's own verdict: that is spent on the first watcher, and a watcher killed while it
-        # holds the mutex leaves one behind too. Only the owner takes the field back.
+        # Not by EOWNERDEAD: only the first watcher gets it, and a watcher that is killed while it holds the
+        # mutex causes it, too. Only the owner clears this field.
         has_died = self.is_life_held
         _pthread("mutex_unlock", ctypes.byref(self))
         return has_died
@@ -201,7 +200,7 @@ class RankMemory(ctypes.Structure):
     @property
     def rank(self) -> int | None:
         """The rank that the rank assignment gave in this iteration; None until it has given one."""
-        rank = self._rank  # read once, as all that the other side writes
+        rank = self._rank  # read once, like all fields that the other side writes
         return None if rank < 0 else rank
 
     @rank.setter
@@ -209,37 +208,37 @@ class RankMemory(ctypes.Structure):
         self._rank = -1 if value is None else value
 
     def enter_phase(self, phase: int) -> None:
-        """Changes the phase. The stamps are new: ``main_stamp`` is now, and there was no ``ping`` yet."""
+        """Changes the phase, and resets the stamps: ``main_stamp`` to now, ``ping_stamp`` to none."""
         self.main_stamp = time.monotonic()
         self.ping_stamp = 0.0
         self.phase = phase
 
     @property
     def step(self) -> int | None:
-        """The step that the function last told in this iteration; None if it has told none."""
+        """The step that the function last reported in this iteration; None if it has reported none."""
         step = self._step
         return None if step == _NO_STEP else step
 
     def enter_iteration(self, n: int) -> None:
-        """The rank is in another iteration: it has no rank yet, and has told no step."""
-        self._step = _NO_STEP  # before the number, or a watcher would take it for one of this iteration
+        """Notes that the rank is in another iteration: it has no number yet, and has reported no step."""
+        self._step = _NO_STEP  # before `iteration`, or a watcher would take the old step for a new one
         self.is_in_function, self.has_restarted = False, self.iteration >= 0
         self.iteration, self._rank = n, -1
 
     def leave_iteration(self) -> None:
-        """The rank is out of the function, by a fault."""
+        """Notes that the rank has left the function by a fault."""
         self.is_in_function, self.has_restarted, self.leave_stamp = False, True, 0.0
 
     @property
     def has_progressed(self) -> bool:
-        """Whether the function has pinged; if it tells steps, since it began the first of this iteration."""
+        """Whether the function has pinged; if it reports steps, whether it is past the start of the first."""
         step = self._step
         if step == _NO_STEP:
             return self.ping_stamp > 0.0
         return step != self._first_step or self.ping_stamp > self.step_stamp
 
     def last_step(self) -> dict[str, Any]:
-        """The step that was told last, and when it began, as fields of an event; empty if there is none."""
+        """The last reported step, and when it began, as fields of an event; empty if there is none."""
         step, began = self._step, self.step_stamp
         return {} if step == _NO_STEP else {"step": step, "began": began}
 
@@ -250,14 +249,14 @@ class RankMemory(ctypes.Structure):
     def make_ping(
         self, note: Callable[[], None] = lambda: None, leave: Callable[[], None] = lambda: None
     ) -> tuple[Callable[..., None], Step]:
-        """Returns ``ping`` and ``step``, which write the present time, and a step's number, and nothing else.
+        """Returns ``ping`` and ``step``, which only write the time, and the number of a step.
 
-        No lock, no queue, no system call: about 0.1 microseconds. They may outlive the wrapped call.
+        They use no lock, no queue, no system call: about 0.1 microseconds. They may outlive the wrapped call.
 
         Args:
-            note: called once the first step of an iteration is there; and if a number is lower than the one
-                before, which means that the function has gone back, before it is there and once it is.
-            leave: called where a step begins, if the rank was asked to leave.
+            note: called after the first step of an iteration is written; and both before and after a number
+                is written that is lower than the last one, because the function has gone back.
+            leave: called when a step begins, if the rank was asked to leave.
         """
         now, stamp = time.monotonic, self._view("ping_stamp", "d")
         number, began = self._view("_step", "Q"), self._view("step_stamp", "d")
@@ -281,7 +280,7 @@ class RankMemory(ctypes.Structure):
             turn(n)
 
         def turn(n: int) -> None:
-            """Begins a step that does not simply follow, or begins none as the rank leaves."""
+            """Begins the first step of an iteration or a lower one, or makes the rank leave."""
             last = number[0]
             if n == last:
                 return  # a part of the same step
@@ -301,13 +300,13 @@ class RankMemory(ctypes.Structure):
             stamp[0] = at = now()
             if step is None:
                 return
-            try:  # as `step`, but without another look at the clock: together they would take twice as long
+            try:  # as in `step`, but without reading the clock again, which would double the time
                 if step > number[0] and not leave_requested[0]:
                     number[0] = step
                     began[0] = at
                     return
             except (TypeError, ValueError, OverflowError):
-                pass  # which `step` says
+                pass  # `step` raises for it
             begin(step)
 
         return ping, step
@@ -315,41 +314,41 @@ class RankMemory(ctypes.Structure):
     def progress_stamp(self, slack: float = 0.0) -> float:
         """When the function last made progress, in monotonic seconds.
 
-        The main thread's stamp; once there was a ``ping`` in this iteration, the older of the two: a function
-        that pings promises to go on doing so. Pings are exact, while the main thread's stamp may be as old as
-        the time between two of them, and would make a hang seem longer than it is.
+        The main thread's stamp; after a ``ping`` in this iteration, the older one of both: a function that
+        pings promises to continue. Pings are exact, but the main thread's stamp may be as old as the interval
+        between two stamps, and would make a hang look longer.
 
         Args:
-            slack: seconds by which the main thread's stamp may be older than a ping and yet say nothing.
+            slack: seconds by which the main thread's stamp may be older than a ping without being used.
         """
         main, ping = self.main_stamp, self.ping_stamp
         return min(main + slack, ping) if ping else main
 
     def close(self) -> None:
-        """Closes this side's descriptor, and gives the life back if the calling thread holds it.
+        """Closes this side's descriptor, and releases the life mutex if the calling thread holds it.
 
-        The mapping goes with the last that refers to this object, such as a ``ping`` or a watcher that waits.
+        The mapping ends with the last reference to this object, such as a ``ping`` or a waiting watcher.
         """
         if self.fd < 0:
             return
         os.close(self.fd)
         self.fd = -1
         if self._owner == _here():
-            # Written while the mutex is held: a watcher that gets it afterwards reads what it means.
+            # Written while the mutex is held, so that the watcher that gets it next reads this.
             self.is_life_held = False
             self._owner = None
             _pthread("mutex_unlock", ctypes.byref(self))
-        if self._owner is None:  # else the kernel will look there when the thread that holds the life ends
+        if self._owner is None:  # else the kernel reads the mutex when the thread that holds it ends
             weakref.finalize(self, _libc().munmap, ctypes.addressof(self), _SIZE).atexit = False
 
 
 class Waits:
-    """The blocks in which a rank of the job waits for others, or for the store: it need not make progress.
+    """A block in which a rank waits for others, or for the store, and need not make progress.
 
-    Everywhere else, from its joining to its call's end, a rank that makes no progress counts as hung.
+    Everywhere else, from joining to the end of its call, a rank that makes no progress counts as hung.
 
     Args:
-        memory: the rank's.
+        memory: the rank's memory.
     """
 
     def __init__(self, memory: RankMemory) -> None:
@@ -363,11 +362,11 @@ class Waits:
 
 
 def _here() -> tuple[int, int]:
-    # Of a forked child, which inherits the object but not the mutex, it is another.
+    # Different in a forked child, which inherits the object but not the mutex.
     return os.getpid(), threading.get_ident()
 
 
-# ---- the C library's calls that Python does not offer; they release the GIL
+# ---- calls of the C library that Python lacks; they release the GIL
 
 
 @functools.cache
@@ -380,10 +379,10 @@ def _libc() -> Any:
 
 
 def _require_libc() -> None:
-    """Makes sure that the platform has what watching a rank needs.
+    """Checks that the platform has what watching a rank needs.
 
     Raises:
-        RuntimeError: it lacks a call; the message names it.
+        RuntimeError: the platform lacks a call; the message names it.
     """
     wanted = ["pthread_mutexattr_setrobust", "pthread_mutex_consistent", "sem_trywait"]
     missing = [name for name in wanted if not hasattr(_libc(), name)]

@@ -1,7 +1,7 @@
-"""The watch over one rank: hears what it says, waits for its death, keeps its time, serves its stores.
+"""The watch over one rank: reads its messages, waits for its death, keeps its timeouts, serves its stores.
 
-One thread runs it, in any process but the rank's: in a process of its own (`process`) or inside the agent,
-for each of its ranks (`service`). So nothing here is about the process.
+One thread runs it, in a monitor process (`beside`) or, for each of the agent's ranks, inside the agent
+(`service`). So nothing here depends on the process.
 """
 
 import contextlib
@@ -32,19 +32,19 @@ from .shared_memory import Phase, RankMemory
 
 log = logging.getLogger(__name__)
 
-RESTART = 0.1  # seconds in which others restart, mostly; before that, nothing is done that can wait
+RESTART = 0.1  # seconds that a restart mostly takes; what can wait is done after it
 
-#: Is told of a restart what kind of fault has caused it, and its seconds by phase.
+#: Gets the kind of fault that has caused a restart, and the restart's seconds by phase.
 OnRestart = Callable[[str, Mapping[str, float]], None]
 
 
 class Stage(enum.Enum):
-    """Where a rank is, as it has said.
+    """Where a rank is, by its own messages.
 
     Attributes:
         IN_CALL: in a wrapped call, or about to join one.
-        BETWEEN: it has left its call in order, and may come to another one.
-        LEFT: it has left for good, or goes on with another monitor.
+        BETWEEN: between two calls: it has left one in order, and may make another one.
+        LEFT: has left for good, or continues with another monitor.
     """
 
     IN_CALL = enum.auto()
@@ -56,20 +56,20 @@ class Stage(enum.Enum):
 class RankWatch:
     """The watch over one rank: `run`, then `tell_others` if it has died, then `close`.
 
-    Owns what it makes: the thread that waits for the death, monitors, stores, descriptors. Line, memory,
-    pidfd and heart are the caller's, who closes them after `close`; the line may go before.
+    It owns what it makes: the thread that waits for the death, monitors, stores, descriptors. The caller owns
+    line, memory, pidfd and heart, and closes them after `close`; it may close the line before.
 
     Args:
-        limits: the timeouts to keep.
+        limits: the timeouts.
         connect: makes a client of the store.
-        memory: shared with the rank.
-        line: what the rank says comes here; a blocking socket.
+        memory: the memory shared with the rank.
+        line: the socket to the rank, blocking.
         pid: the rank's process.
-        pidfd: of it.
-        heart: the one that beats for the rank.
-        job: what the job is called in events; None for what the environment says.
-        on_restart: called when the rank says that all are back.
-        idle: what earlier calls have left, and to what this one adds.
+        pidfd: a pidfd of this process.
+        heart: the heart that beats for the rank.
+        job: name of the job in events; None for the environment's.
+        on_restart: called when the rank reports that all ranks are back.
+        idle: what earlier calls have left, for this one to use and add to.
     """
 
     limits: Limits
@@ -90,7 +90,7 @@ class RankWatch:
         self._unread = b""
         self._has_died = False
         self._stopped = threading.Event()
-        self._lock = threading.Lock()  # around waking, and the end of what wakes
+        self._lock = threading.Lock()  # held to write to `_wake`, and to close it
         with contextlib.ExitStack() as made:
             self._wake = os.eventfd(0, os.EFD_CLOEXEC)
             made.callback(self._close_wake)
@@ -103,7 +103,7 @@ class RankWatch:
         """Watches the rank until it has left for good, has died, or `stop` was called.
 
         Returns:
-            Whether it has died, and was in the job, so that the others have to be told.
+            Whether the rank has died as a member of the job, so that the death has to be reported.
         """
         with selectors.DefaultSelector() as selector:
             for fd in (self.line.fileno(), self.pidfd, self._wake):
@@ -113,11 +113,11 @@ class RankWatch:
                 if self.line.fileno() in ready and not self._read():
                     selector.unregister(self.line)
                     if self._monitor is None:
-                        return False  # it has hung up before it joined: another monitor watches it
+                        return False  # the rank hung up before it joined: another monitor watches it
                 if self._wake in ready:
                     os.eventfd_read(self._wake)
                 if self._has_died or self.pidfd in ready:
-                    self._read()  # what the rank said last, before it died
+                    self._read()  # the rank's last messages before its death
                     break
                 if self._stopped.is_set():
                     return False
@@ -128,25 +128,25 @@ class RankWatch:
         return self.stage is not Stage.LEFT and self._monitor is not None
 
     def stop(self) -> None:
-        """Ends `run`, if the rank lives, and `tell_others`; from any thread, also after `close`."""
+        """Ends `run`, if the rank lives, and `tell_others`. From any thread, even after `close`."""
         self._stopped.set()
         self._wake_up()
 
     def ask_to_leave(self) -> bool:
-        """Asks the rank to leave the job; from any thread, before `close`.
+        """Asks the rank to leave the job. From any thread, before `close`.
 
         Returns:
-            Whether it does so where its next step begins.
+            Whether the rank will leave when its next step begins.
         """
         self.memory.leave_requested = True
         is_watched = self.memory.phase == Phase.WATCHED
         return self.memory.active and is_watched and self.memory.step is not None
 
     def tell_others(self) -> None:
-        """Tells the others of the rank's death, until they go on without it; they may yet need its store.
+        """Reports the rank's death, and keeps its store until the other ranks have gone on without it.
 
-        Until they know it, or `stop` was called, or the heart beats for no other rank: from then on its
-        silence tells them, or the job has ended.
+        It retries until the report succeeds, `stop` is called, or the heart has no rank left. In the last
+        case the heart's silence shows the death, or the job has ended.
         """
         assert self._monitor is not None
         while True:
@@ -167,7 +167,7 @@ class RankWatch:
             self._monitor.await_goodbyes()
 
     def close(self) -> None:
-        """Ends all that this has made. Waits for the rank to let go of its memory, which it does or dies."""
+        """Ends all that it owns. Waits until the rank has closed its memory or has died."""
         self._made.close()
 
     def _pause(self) -> float | None:
@@ -187,7 +187,7 @@ class RankWatch:
             self._wake = -1
 
     def _await_death(self) -> None:
-        """Says so if the rank has died."""
+        """Wakes `run` when the rank dies."""
         try:
             if self.memory.wait_for_death():
                 self._has_died = True
@@ -196,12 +196,12 @@ class RankWatch:
             log.exception("cannot wait for the death of process %d, which will be noticed late", self.pid)
 
     def _answer(self, reply: Reply) -> None:
-        with contextlib.suppress(OSError):  # it died after it asked: its death is reported
-            # Not waiting: the rank reads what it has asked for.
+        with contextlib.suppress(OSError):  # the rank has died since; its death is reported elsewhere
+            # Without waiting: the rank is about to read the reply, so there is room for it.
             self.line.sendall(json.dumps(vars(reply)).encode() + b"\n", socket.MSG_DONTWAIT)
 
     def _read(self) -> bool:
-        """Carries out what the rank has said so far; False at the end of file."""
+        """Carries out the rank's messages so far; returns False at the end of file."""
         more = True
         while more:
             try:
@@ -221,7 +221,7 @@ class RankWatch:
         match message:
             case messages.Join(member):
                 if self._monitor is not None:
-                    self._monitor.stop()  # the rank has taken another incarnation of its slot
+                    self._monitor.stop()  # the rank joins as a new incarnation
                 self._monitor = RankMonitor(
                     self.connect, member, self.memory, self.pid, self.limits, self.heart, self.job, self.idle
                 )
@@ -236,7 +236,7 @@ class RankWatch:
                 self.on_restart(cause, dict(zip(phases, seconds, strict=True)))
             case messages.Serve(host):
                 self._serve(host)
-            case messages.LeaveCall():  # after that the memory is not looked at, and nothing is served
+            case messages.LeaveCall():  # after the reply, the memory is no longer read, nor a store served
                 if self._monitor is not None:
                     self._monitor.leave_call()
                 self.stage = Stage.BETWEEN
@@ -256,32 +256,32 @@ class RankWatch:
 
 
 class IterationStores:
-    """One store for each iteration whose rank 0 is this rank.
+    """The stores of those iterations in which this rank is rank 0.
 
-    The last rank 0 is likely to be the next. So its next store is opened ahead, and the last one ended, once
-    the ranks are back: before that they need the CPUs.
+    The last rank 0 is likely to be the next one. So its next store is opened ahead, and the last one ended,
+    once the ranks are back. Before that they need the CPUs.
 
     Args:
-        unused: stores that no rank has used: taken from here, and left here for the next call.
+        unused: stores that no rank has used, to be taken first; `close` adds to them for the next call.
 
     Attributes:
-        serving: the store that was asked for last; None before that.
+        serving: the store of the current iteration; None before the first one.
     """
 
     def __init__(self, unused: list[TCPStore]) -> None:
         self._unused = unused
         self.serving: TCPStore | None = None
-        self._last: TCPStore | None = None  # its clients may not have left it yet
+        self._last: TCPStore | None = None  # of the iteration before, which may still have clients
         self._ahead: TCPStore | None = None
         self._opening: threading.Thread | None = None
         self._host = ""
         self._due = math.inf
 
     def next_port(self, host: str) -> int:
-        """Opens a store, or takes the one that was opened ahead; the last one ends a little later.
+        """Returns the port of a new store, opened ahead or now. The last store ends a little later.
 
         Raises:
-            OSError: it could not be opened.
+            OSError: no store could be opened.
         """
         self._await_opening()
         store = self._ahead or take_or_make(self._unused, lambda: _open_store(host))
@@ -294,9 +294,9 @@ class IterationStores:
         return self._due - time.monotonic()
 
     def open_ahead(self) -> None:
-        """Begins to open the next store, and ends the last one.
+        """Starts a thread that ends the last store and opens the next one.
 
-        In a thread: torch's client looks up its own address, which takes seconds if no name server answers.
+        In a thread, since torch's client looks up its own address: seconds if no name server answers.
         """
         self._due = math.inf
         self._opening = in_background("opening a store ahead", self._open_ahead)
@@ -305,7 +305,7 @@ class IterationStores:
         """Ends the stores.
 
         Args:
-            hand_on: leaves those to the next call that no rank has used: all have left the function in order.
+            hand_on: whether to leave unused stores to the next call, after all ranks left in order.
         """
         self._await_opening()
         stores = (self._ahead, self.serving) if hand_on else ()
@@ -317,7 +317,7 @@ class IterationStores:
         self._last = None
         try:
             self._ahead = take_or_make(self._unused, lambda: _open_store(self._host))
-        except Exception as error:  # what is missing now may be there when it is asked for
+        except Exception as error:  # `next_port` tries again
             log.debug("no store is opened ahead: %s", error)
 
     def _await_opening(self) -> None:
