@@ -97,7 +97,7 @@ class LineFormatter(logging.Formatter):
         return f"{record.levelname[0]}{when}.{int(record.msecs):03d} [{place}] {message}"
 
 
-class JsonFormatter(logging.Formatter):
+class JsonFormatter(LineFormatter):
     """Formats a line as a JSON object: time, level, logger, node, rank, slot, message, exception.
 
     The time is UTC. Fields that a line has nothing for are left out: the rank of a spare, the slot before the
@@ -106,10 +106,6 @@ class JsonFormatter(logging.Formatter):
     Args:
         program: None for a rank; the lines of others have no rank.
     """
-
-    def __init__(self, program: str | None = None) -> None:
-        super().__init__()
-        self._program = program
 
     def format(self, record: logging.LogRecord) -> str:
         """Formats all of it, without secrets."""

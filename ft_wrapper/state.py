@@ -5,16 +5,25 @@ import enum
 import os
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from .environment import MOST_RANKS, int_from_env
 from .settings import Limits
 
-if TYPE_CHECKING:
-    from .protocol.by_hand import ByHand
-
 _TIMEOUT = timedelta(seconds=Limits.barrier_timeout)
 _LAUNCH = "start the script with ftrun or torchrun, which set both"
+
+
+class GlobalIterations(Protocol):
+    """What a `State` asks of a store: see `ft_wrapper.protocol.by_hand`."""
+
+    def handle_rank_restart(self, world_size: int, timeout: timedelta, *, rank: int | None = None) -> int:
+        """Joins the job; returns the number of the iteration that this process is in."""
+
+    def coordinate_global_iteration_advance(
+        self, world_size: int, timeout: timedelta, is_coordinator: bool = False
+    ) -> int:
+        """Leaves the iteration; returns the number of the next one."""
 
 
 class Mode(enum.Enum):
@@ -85,7 +94,7 @@ class State:
 
     def advance(
         self,
-        store: "ByHand | None" = None,
+        store: "GlobalIterations | None" = None,
         world_size: int | None = None,
         timeout: timedelta | None = None,
         is_coordinator: bool = False,
@@ -115,7 +124,7 @@ class State:
             self.iteration = store.coordinate_global_iteration_advance(size, timeout, is_coordinator)
         self.fn_exception = None
 
-    def sync_with_global_iteration(self, store: "ByHand", timeout: timedelta | None = None) -> None:
+    def sync_with_global_iteration(self, store: "GlobalIterations", timeout: timedelta | None = None) -> None:
         """Takes the number of the iteration that all ranks are in.
 
         Joins the job first, if this process has not done so with this client: as a new process in its rank's

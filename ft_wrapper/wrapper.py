@@ -325,8 +325,7 @@ class Wrapper:
             return
         given = self.active_world_size
         what = "a rank_assignment" if given is None else f"active_world_size={given}"
-        variable = ACTIVE_WORLD_SIZE_ENV
-        log.warning("%s=%d, as ftrun was told, does not count: the wrapper has %s", variable, launched, what)
+        log.warning("ftrun's %s=%d does not count: the wrapper has %s", ACTIVE_WORLD_SIZE_ENV, launched, what)
 
 
 def _documented() -> tuple[str, inspect.Signature]:

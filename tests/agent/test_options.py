@@ -434,7 +434,7 @@ def test_active_ranks_of_a_job(
     assert main(["--nproc-per-node", "2", "--active-world-size", "1", "--no-standby", write(COUNTED)]) == 0
     out, err = capfd.readouterr()
     assert sorted(out.splitlines()) == ["by code: 0 of 2", "by code: 1 of 2", "by ftrun: 0 of 1"]
-    assert err.count("FT_WRAPPER_ACTIVE_WORLD_SIZE=1, as ftrun was told, does not count") == 1
+    assert err.count("ftrun's FT_WRAPPER_ACTIVE_WORLD_SIZE=1 does not count") == 1
     assert "the wrapper has active_world_size=2" in err
 
 
