@@ -51,7 +51,7 @@ class Budget:
 LINES = {
     "top": Budget(990, 1368, CORE),
     "cli": Budget(700, 820, SHELL),
-    "restart": Budget(1200, 1535, CORE),
+    "restart": Budget(1200, 1528, CORE),
     "rank_assignment": Budget(500, 504, CORE),
     "protocol": Budget(2170, 2275, CORE),
     "store": Budget(1670, 1894, CORE),

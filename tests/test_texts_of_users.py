@@ -17,7 +17,7 @@ from ft_wrapper.attribution import Interruption
 from ft_wrapper.exception import HealthCheckError, JobAbort, RestartAbort, in_one_line
 from ft_wrapper.protocol.records import Fault, Member, MemberRecord
 from ft_wrapper.restart.report import describe_faults
-from ft_wrapper.restart.same_faults import kind_and_place
+from ft_wrapper.restart.same_faults import signature_of
 from ft_wrapper.store import TCPStore, TCPStoreServer
 
 CHARACTERS = st.characters(exclude_categories=[])  # lone surrogates, too
@@ -66,12 +66,12 @@ def test_what_was_raised_fits_into_a_line_of_a_log_and_of_the_store(
 ) -> None:
     error = type(cut(name, 2 * LONG), (kind,), {})(text)
     error.add_note(text)
-    assert len(kind_and_place(error).encode()) <= IN_LINE
+    assert len(signature_of(error).encode()) <= IN_LINE
     with contextlib.suppress(kind):
         raise error
-    for said in (in_one_line(error), kind_and_place(error)):  # now that there is a place
+    for said in (in_one_line(error), signature_of(error)):  # now that there is a place
         assert len(said.encode()) <= IN_LINE
-    store.append("log", in_one_line(error) + kind_and_place(error) + "\n")
+    store.append("log", in_one_line(error) + signature_of(error) + "\n")
     assert store.check(["log"])
 
 

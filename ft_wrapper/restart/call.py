@@ -10,23 +10,15 @@ from typing import Any
 
 import torch
 
+from .. import exception
 from .._files import replace_broken_streams
 from ..abort import close_aborted_sockets, release_process_groups
 from ..attribution import Interruption, out_of_memory
 from ..compose import StatePlugIn
-from ..exception import (
-    HealthCheckError,
-    InternalError,
-    JobAbort,
-    JobEnded,
-    RankDrained,
-    RankShouldRestart,
-    StoreUnavailable,
-    in_one_line,
-)
 from ..health_check import CudaHealthCheck
 from ..monitor.frames import checkpoint_failure, forget_frames, users_part
 from ..monitor.shared_memory import Phase
+from ..monitor.threads import WatchedIteration
 from ..protocol.entering import Endpoint
 from ..protocol.housekeeping import note_active_target
 from ..protocol.records import Decision, SameFault, View
@@ -37,7 +29,7 @@ from ..torch_groups import caches, device, meeting, release, tracker, warm_up
 from ..torch_groups.collective import current_collective
 from ..torch_groups.kept import KeptGroup
 from . import forked, same_faults, torch_state
-from .loop import Outcome, RestartedProcess, RestartLoop
+from .loop import FunctionResult, RestartedProcess, RestartLoop
 from .on_restart import Reporter, RestartTimes
 from .resources import Resources
 from .same_faults import FunctionRun, Hang, leaves_with_fault, times_before
@@ -46,13 +38,13 @@ from .settings import Settings
 log = logging.getLogger(__name__)
 
 _ABORTED_SOON = 0.5  # seconds
-_HUNG = 0.9  # of soft_timeout: ranks that hang together are noticed one after the other
+_HUNG = 0.9  # of soft_timeout: of ranks that hang together, the monitors notice one after the other
 # Ranks that write where they hung, up to a kilobyte each, into one key.
 _WHEREABOUTS = 512
-# Seconds in an iteration: a job that does not work mostly fails soon, and others need the CPUs to begin.
+# Seconds in an iteration: a broken job mostly fails sooner, and active ranks need the CPUs to begin.
 _WARMS_UP_AFTER = 2.0
-# After a fault, whatever the user's own check is: what an abort left running has come to its end, and a CUDA
-# context that an error sticks to would fail each iteration. Its process is replaced.
+# Runs after each fault, beside the user's check. It waits for what an abort left running on the device. A
+# CUDA context with a sticky error would fail each iteration, so its process has to be replaced.
 _check_device = CudaHealthCheck()
 
 
@@ -61,20 +53,20 @@ class Call(RestartedProcess):
 
     Args:
         settings: durations, switches and plug-ins.
-        plan: which store, and who hosts it.
-        state: this rank's state as the environment has it.
-        function_name: of the wrapped function: it must be the same on all ranks.
+        plan: the job's store, and who hosts it.
+        state: this rank's state, from the environment.
+        function_name: name of the wrapped function; the same on all ranks.
 
     Attributes:
-        kept: what the function's helpers keep over iterations, by name.
-        helpers: what they give back when the iteration ends.
-        end_fields: what they add to the event that ends the iteration on this rank, by field.
+        kept: objects that live states and checkpoints keep over iterations, by name.
+        helpers: callbacks of theirs for the end of the iteration.
+        end_fields: fields of theirs for the event that ends the iteration on this rank.
         group: the default process group, if it outlives iterations.
-        tracker: of what the function makes that is not to outlive its iteration.
+        tracker: tracks objects that should not outlive the iteration in which the function made them.
 
     Raises:
         RestartError: the store cannot be used, or ranks are missing.
-        OSError: this process may not open as many files as that takes.
+        OSError: this process may not open enough files.
     """
 
     def __init__(self, settings: Settings, plan: StorePlan, state: State, function_name: str) -> None:
@@ -94,20 +86,20 @@ class Call(RestartedProcess):
         self.tracker = tracker.begin_tracking()
 
     def close(self, error: BaseException | None) -> None:
-        """Gives back everything: threads, processes, sockets, handlers, variables."""
+        """Releases everything: threads, processes, sockets, handlers, environment variables."""
         try:
-            with contextlib.ExitStack() as ending:  # all of it, from below, whatever raises
+            with contextlib.ExitStack() as ending:  # runs all of them, last one first, whatever raises
                 if error is not None:  # the job goes on without this rank
                     ending.callback(device.release_device)
                 ending.callback(self.tracker.close)
                 ending.callback(self.own.close, error)
                 ending.callback(self.group.close)
         finally:
-            # Its frames refer to this object, and would keep it, with its store, until the collector comes.
+            # Its traceback refers to this object and to its store: a cycle until the garbage collector runs.
             self.state.fn_exception = None
 
     def user_store(self) -> PrefixStore:
-        """The present iteration's store, on a connection of the function's own."""
+        """The current iteration's store, on a connection for the function alone."""
         if self._user_store is None:
             self._user_store = meeting.connect_to_store(self.own.member.view.n)
         return self._user_store
@@ -176,64 +168,73 @@ class Call(RestartedProcess):
 
     # ---- in the function
 
-    def call_function(self, state: State) -> Outcome:
+    def call_function(self, state: State) -> FunctionResult:
         own = self.own
         own.interrupter.reset()
         self._current = run = FunctionRun(time.monotonic())
         is_spare = state.mode == Mode.INACTIVE
         entered = functools.partial(self._report_entry, state, self._times)
         run.watch = watch = own.thread.watch(own.member.view.n, entered, may_be_done=is_spare)
-        left = Outcome(has_returned=True)
+        result = FunctionResult(has_returned=True)
         run.report = self._reporter.await_report(state, self._times, watch)
         try:
             try:
-                left.value = own.interrupter.call(self._body)
+                result.value = own.interrupter.call(self._body)
             finally:
                 own.signals.hold()
                 self.note_progress()
                 own.memory.leave_stamp = 0.0
-                own.memory.enter_phase(Phase.WATCHED)  # its pings promise nothing about what comes after it
-        except (Exception, RankShouldRestart, JobAbort) as caught:
-            if is_spare and isinstance(caught, HealthCheckError):
-                raise  # it leaves, and ends nothing by it; else it is asked again, now that there is a fault
-            if not (own.interrupter.requested and watch.is_done):  # else this spare warmed up
-                run.error, left.has_returned = caught, False
-            raised = caught if isinstance(caught, Exception) else caught.__cause__
-            if isinstance(raised, Exception):
-                self.state.fn_exception = raised
-            # A RankShouldRestart that no one asked for is the function's own.
-            if not isinstance(caught, RankShouldRestart) or not own.interrupter.requested:
-                self._count(caught)
-                left.error, left.fault = caught, run.fault
-                # And not merely a collective that fails because the iteration is over.
-                run.is_cause = watch.ended_at is None
-                run.is_out_of_memory = out_of_memory(caught) is not None
-            elif run.hang is not None and watch.handled.wait(self.settings.barrier_timeout):
-                self._count(caught)  # now that it is known who had returned
-                left.fault = run.fault
+                own.memory.enter_phase(Phase.WATCHED)  # what follows is watched by the thread's own progress
+        except (Exception, exception.RankShouldRestart, exception.JobAbort) as caught:
+            if is_spare and isinstance(caught, exception.HealthCheckError):
+                raise  # this spare leaves the job, and ends nothing by it
+            self._note_failure(caught, watch, result)
         except BaseException as caught:
             if leaves_with_fault(caught):
-                self._count(caught)
-                member, limit = own.member, self.settings.max_same_faults
-                member.left_by = run.fault or ""
-                if run.is_last:
-                    worst = SameFault(member.left_by, limit or 0, member.member)
-                    member.ended_job = same_faults.describe_same_fault(worst, limit)
-                    log.error("the job ends: %s", member.ended_job)
+                self._note_exit(caught)
             raise
-        own.signals.hold()  # again, if a signal came just then
-        watch.may_be_done = watch.may_be_done or left.has_returned
-        return left
+        own.signals.hold()  # again, in case a signal came just now
+        watch.may_be_done = watch.may_be_done or result.has_returned
+        return result
+
+    def _note_failure(self, caught: BaseException, watch: WatchedIteration, result: FunctionResult) -> None:
+        """Notes an exception that left the function: the function's own, or what interrupted it."""
+        run, is_interrupted = self._current, self.own.interrupter.requested
+        if not (is_interrupted and watch.is_done):  # else a spare warmed up until the iteration completed
+            run.error, result.has_returned = caught, False
+        raised = caught if isinstance(caught, Exception) else caught.__cause__
+        if isinstance(raised, Exception):
+            self.state.fn_exception = raised
+        # A RankShouldRestart that nobody asked for is the function's own.
+        if not (is_interrupted and isinstance(caught, exception.RankShouldRestart)):
+            self._count(caught)
+            result.error, result.fault = caught, run.fault
+            # Else it may be a collective that failed because the iteration had ended.
+            run.is_cause = watch.ended_at is None
+            run.is_out_of_memory = out_of_memory(caught) is not None
+        elif run.hang is not None and watch.handled.wait(self.settings.barrier_timeout):
+            self._count(caught)  # now it is known which ranks had returned
+            result.fault = run.fault
+
+    def _note_exit(self, caught: BaseException) -> None:
+        """Notes a fault by which this rank leaves the job."""
+        self._count(caught)
+        run, member, limit = self._current, self.own.member, self.settings.max_same_faults
+        member.left_by = run.fault or ""
+        if run.is_last:
+            worst = SameFault(member.left_by, limit or 0, member.member)
+            member.ended_job = same_faults.describe_same_fault(worst, limit)
+            log.error("the job ends: %s", member.ended_job)
 
     def _count(self, error: BaseException) -> None:
         self._current.count(error, self.own.member.view, self.settings.max_same_faults)
 
     def note_progress(self) -> None:
-        """Notes whether the function has made progress, before its stamps are new."""
+        """Notes whether the function has made progress, before its stamps are reset."""
         self._current.has_progressed |= self.own.memory.has_progressed
 
     def _body(self) -> Any:
-        """What runs interruptibly."""
+        """The part that can be interrupted."""
         try:
             with forked.children_end():
                 return self._enter()
@@ -262,7 +263,7 @@ class Call(RestartedProcess):
             return self._function()
 
     def _warm_up(self) -> None:
-        """On a spare, which has nothing else to do until the iteration ends."""
+        """Warms a spare up: it has nothing else to do until the iteration ends."""
         watch, users = self._current.watch, self.settings.warm_up
         assert watch is not None
         if users is False:
@@ -270,7 +271,7 @@ class Call(RestartedProcess):
         with self.waiting:
             if watch.over.wait(_WARMS_UP_AFTER):
                 return
-        watch.leaves_when_done = True  # the monitor thread looks at it once it has said whether it is over
+        watch.leaves_when_done = True  # the monitor thread reads this after it has set `over`
         if watch.over.is_set():
             return
         warm_up.warm_up(users, lambda: self.own.interrupter.requested)
@@ -283,8 +284,8 @@ class Call(RestartedProcess):
         try:
             check(self.state.freeze())
         except Exception as error:
-            where = f"rank {self.state.rank} (slot {self.own.member.slot})"
-            raise HealthCheckError(f"health check failed on {where}: {in_one_line(error)}") from error
+            where, why = f"rank {self.state.rank} (slot {self.own.member.slot})", exception.in_one_line(error)
+            raise exception.HealthCheckError(f"health check failed on {where}: {why}") from error
 
     # ---- out of the function
 
@@ -294,13 +295,13 @@ class Call(RestartedProcess):
             raise self.own.store_lost
 
     def _settle(self) -> None:
-        """Waits until everything is aborted, then ends what the function left behind."""
+        """Waits until everything is aborted, then ends what the function has left behind."""
         watch, self._current.watch = self._current.watch, None
         if watch is not None:
             if not watch.handled.wait(_ABORTED_SOON):
-                self._log_failure()  # the abort may hang, and this process be killed for that
+                self._log_failure()  # now: if the abort hangs, this process may be killed
             if not watch.handled.wait(self.settings.barrier_timeout):
-                raise InternalError("the abort plug-in did not return within barrier_timeout")
+                raise exception.InternalError("the abort plug-in did not return within barrier_timeout")
             self.own.store_lost = watch.store_lost
             left = RestartTimes(watch.ended_at or time.monotonic(), watch.ended_at, step=self.own.memory.step)
             self._times = left.end("abort", watch.aborted_at).end("leave")
@@ -309,20 +310,20 @@ class Call(RestartedProcess):
         self.helpers.close()
         if self.settings.abort is not None or self.group.group is not None:
             release_process_groups(aborted=True, kept=self.group.group)
-        caches.end_checkpoint_process()  # before the others go on, or it writes beside the next iteration's
+        caches.end_checkpoint_process()  # before arriving: the next iteration may write the same files
         self._user_store = None
 
     def clean_up(self) -> None:
         settings, own = self.settings, self.own
         if settings.finalize is not None or settings.health_check is not None:
-            self._restore()  # what the function has left would fail them
+            self._restore()  # what the function has left behind would make them fail
         if settings.finalize is not None:
             settings.finalize(self.state.freeze())
         self._run_check(settings.health_check)
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             self._run_check(_check_device)
         if own.monitor_lost.is_set():
-            raise InternalError(f"this rank's {own.monitor.name} ended; see {own.monitor.log_of}")
+            raise exception.InternalError(f"this rank's {own.monitor.name} ended; see {own.monitor.log_of}")
         looked = own.memory.monitor_stamp  # 0.0 if it has not yet
         if looked and time.monotonic() - looked > 2 * settings.monitor_process_interval:
             with own.waiting:
@@ -331,13 +332,13 @@ class Call(RestartedProcess):
 
     def leave_if_asked(self) -> None:
         if self.own.memory.leave_requested:
-            raise RankDrained
+            raise exception.RankDrained
 
-    def all_left(self) -> None:
+    def all_arrived(self) -> None:
         self._times = self._times.end("decide")
         close_aborted_sockets()
         self.own.close_lines()
-        self.own.signals.forget()  # the iteration that they may be about is over
+        self.own.signals.forget()  # they were for the iteration that is over
 
     def reset_process(self) -> None:
         self._restore()
@@ -346,10 +347,10 @@ class Call(RestartedProcess):
             caches.collect_garbage("restart")
             self.tracker.warn()  # without a collection, FSDP2's models are all alive
         if self._current.is_out_of_memory:
-            torch.cuda.empty_cache()  # NCCL's new groups, and other processes, want some of it
+            torch.cuda.empty_cache()  # NCCL's new groups and other processes need memory
 
     def _restore(self) -> None:
-        """Undoes what the function has done to the process, and says what has failed: that takes its time."""
+        """Undoes what the function has done to the process, and logs its failure. Both take a while."""
         replace_broken_streams()
         self._log_failure()
         error, self._current.error = self._current.error, None
@@ -381,17 +382,20 @@ class Call(RestartedProcess):
         own, watch = self.own, self._current.watch
         if isinstance(error, Exception):
             self.state.fn_exception = error
-        level = logging.INFO if isinstance(error, (JobEnded, RankDrained)) else logging.ERROR
-        who, why = (self.state.rank, own.member.slot), in_one_line(error)
+        is_expected = isinstance(error, (exception.JobEnded, exception.RankDrained))
+        who, why = (self.state.rank, own.member.slot), exception.in_one_line(error)
+        level = logging.INFO if is_expected else logging.ERROR
         log.log(level, "rank %s (slot %d) leaves the job: %s", *who, why)
-        if isinstance(error, StoreUnavailable):
-            own.store_lost = error  # it was tried for long enough; no one can be told
-        if watch is not None and not own.memory.active:  # the others end the iteration, some time
+        if isinstance(error, exception.StoreUnavailable):
+            own.store_lost = error  # the operation was retried long enough; nothing can be reported
+        if watch is not None and not own.memory.active:  # a spare: the others end the iteration later
             self._current.watch, own.thread_stays = None, True
         if own.store_lost is None:
             is_unwatched = own.monitor_lost.is_set()
             return Interruption.MONITOR_PROCESS_EXCEPTION if is_unwatched else Interruption.BASE_EXCEPTION
-        if self._current.watch is not None:  # whose thread waits for the store, too, and would abort nothing
+        if (
+            self._current.watch is not None
+        ):  # the monitor thread waits for the lost store, and would not abort
             self._current.watch = None
             try:
                 self._abort()
@@ -407,13 +411,13 @@ class Call(RestartedProcess):
             self.settings.terminate(self.state.freeze())
 
     def _log_failure(self) -> None:
-        """Says, once, how this rank has ended the iteration, if it has."""
+        """Logs, once, the failure by which this rank has ended the iteration, if it has."""
         run = self._current
         is_cause, run.is_cause = run.is_cause, False
         if run.error is None or not is_cause:
             return
         if run.fault is not None and times_before(self.own.member.view, run.fault):
-            return  # another line says that it has come again, and the restart's line what it was
+            return  # logged: "trying again" has the repeat, and the restart's line the failure
         words, state = "rank %s (slot %d) failed in iteration %d", self.state
         raised = (type(run.error), run.error, users_part(run.error.__traceback__))
         log.warning(words, state.rank, self.own.member.slot, state.iteration, exc_info=raised)
@@ -421,7 +425,7 @@ class Call(RestartedProcess):
     # ---- in the monitor thread
 
     def _look(self) -> None:
-        """Of a rank that made no progress, sees where it stands: waiting for the others, or not."""
+        """On a rank without progress, notes where it hangs: in a collective, or elsewhere."""
         memory, settings, thread = self.own.memory, self.settings, self.own.interrupter.thread
         since = memory.progress_stamp(settings.progress_watchdog_interval)
         stillness = time.monotonic() - since
@@ -432,9 +436,9 @@ class Call(RestartedProcess):
             self._current.hang = Hang(*found, same_faults.hang_of(thread), since, is_cause)
 
     def _tell(self) -> None:
-        """Writes into the store, which may take its time, what others want to know."""
-        self._reporter.ended()  # first: the function's thread may wait for that
-        warm_up.announce_cuda(self.own.thread_agreement.store)  # the lost rank's next process may come soon
+        """Writes into the store what others want to know. That may wait for the store."""
+        self._reporter.ended()  # first: the function's thread may wait for the report
+        warm_up.announce_cuda(self.own.thread_agreement.store)  # for the process that replaces a lost rank
         hang, member, ends = self._current.hang, self.own.member, self.own.thread_agreement.ends
         if hang is None:
             return
@@ -454,7 +458,7 @@ class Call(RestartedProcess):
             self.settings.abort(self.state.freeze())
 
     def _report_entry(self, state: State, times: RestartTimes) -> None:
-        """The active rank that came last reports the restart."""
-        if state.active_rank == 0:  # at once: this rank may be lost before its monitor does so
+        """Reports the restart, on the active rank that entered last."""
+        if state.active_rank == 0:  # now: this rank may be lost before its monitor does it
             note_active_target(self.own.thread_agreement.store, self.own.member.view.n)
         self._reporter.entered(state, times)

@@ -9,15 +9,8 @@ import copy
 import dataclasses
 import logging
 
+from .. import exception
 from ..attribution import Interruption
-from ..exception import (
-    InternalError,
-    JobEnded,
-    RankDiscarded,
-    RankShouldRestart,
-    RestartAbort,
-    StoreUnavailable,
-)
 from ..protocol.entering import BarrierTimeout, Endpoint, Entered
 from ..protocol.history import fault_that_ends_job
 from ..protocol.membership import Membership
@@ -29,15 +22,15 @@ log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
-class Outcome:
-    """How the rank left the function.
+class FunctionResult:
+    """What became of the function on this rank.
 
     Args:
-        value: what the function returned.
-        error: the fault that this rank is to publish.
-        has_returned: whether the rank has nothing more to do in this iteration: whether that is done, or has
-            ended by a fault, is still to be heard.
-        fault: kind and place of ``error``, if it is to be counted.
+        value: what it returned.
+        error: the exception that this rank has to publish.
+        has_returned: whether this rank has nothing left to do in the iteration. How the iteration ends is
+            still open.
+        fault: signature of the fault, if `max_same_faults` counts it.
     """
 
     value: object = None
@@ -47,57 +40,57 @@ class Outcome:
 
 
 class RestartedProcess:
-    """What the loop needs done in the rank's process; here nothing. What a method raises ends the loop.
+    """What the loop needs done in the rank's process; here nothing. An exception of a method ends the loop.
 
     Attributes:
-        waiting: around all that waits for other ranks or for the store. What runs outside of it is watched.
+        waiting: entered around every wait for other ranks or the store. Hang detection watches the rest.
     """
 
     waiting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
     def enter_iteration(self, view: View) -> None:
-        """Before the rank waits, tells its monitor which iteration it is in."""
+        """Tells the rank's monitor which iteration it is in, before the rank waits."""
 
     def assign(self, state: State, decision: Decision) -> State:
         """Runs the rank assignment on a state; returns the rank's new state."""
         return state
 
     def apply_state(self, state: State) -> bool:
-        """Takes the new state; returns whether compiled code was dropped, since ranks have moved."""
+        """Takes the new state; returns whether compiled code was dropped because ranks have moved."""
         return False
 
     def open_store(self) -> Endpoint | None:
-        """On active rank 0: serves the store at which ``torch.distributed`` meets; returns host and port."""
+        """On active rank 0, serves the store where ``torch.distributed`` meets; returns host and port."""
         return None
 
     def point_to_store(self, endpoint: Endpoint) -> None:
         """Points ``torch.distributed`` to that store."""
 
-    def call_function(self, state: State) -> Outcome:
-        """Runs the function on an active rank, waits on a spare.
+    def call_function(self, state: State) -> FunctionResult:
+        """Runs the function on an active rank; waits on a spare.
 
         Args:
-            state: the rank's.
+            state: the rank's state.
         """
-        return Outcome(has_returned=True)
+        return FunctionResult(has_returned=True)
 
     def await_abort(self) -> None:
-        """The iteration has ended by a fault: aborts process groups, frees the function's thread."""
+        """After a fault, waits until the process groups are aborted."""
 
     def clean_up(self) -> None:
-        """Finalize and health check, before the others are told that this rank has left the function."""
+        """Runs ``finalize`` and ``health_check``, before this rank arrives."""
 
     def leave_if_asked(self) -> None:
         """Raises `RankDrained` if the rank was asked to leave the job."""
 
     def reset_process(self) -> None:
-        """Does what only this rank's next entry needs, while the others are waited for."""
+        """Prepares this rank's next entry, while it waits for the others."""
 
-    def all_left(self) -> None:
-        """All have left the iteration, and the next one is decided."""
+    def all_arrived(self) -> None:
+        """All ranks have left the iteration, and the next one is decided."""
 
     def pause(self, seconds: float) -> None:
-        """Waits before a function is entered that fails again and again."""
+        """Waits before a function that fails again and again is entered."""
 
     def complete(self) -> None:
         """All ranks have finished."""
@@ -106,25 +99,25 @@ class RestartedProcess:
         """The rank leaves the job.
 
         Args:
-            error: why.
-            is_missed: whether others wait for this rank in the iteration.
+            error: the exception by which it leaves.
+            is_missed: whether other ranks wait for this one in the iteration.
 
         Returns:
-            What the others are told; None if they cannot be told.
+            What to report to the others; None if that cannot be reported.
         """
         return None
 
     def left_job(self) -> None:
-        """The others know, as far as they can."""
+        """The others know that this rank has left, if the store could be reached."""
 
 
 class RestartLoop:
     """What one rank does in one wrapped call, from its first iteration to the end.
 
     Args:
-        member: the rank's part in the job: it is in.
-        base: the rank's state; its ranks are those that the last decision speaks of.
-        process: does what the loop does not do itself.
+        member: the rank's membership of the job.
+        base: the rank's state, as the last decision refers to it.
+        process: does everything that needs a process: threads, plug-ins, torch.
     """
 
     def __init__(self, member: Membership, base: State, process: RestartedProcess) -> None:
@@ -135,38 +128,38 @@ class RestartLoop:
         self.process = process
         self._is_spare = False
         self._runs = False
-        self._error: BaseException | None = None  # by which the function was left
+        self._error: BaseException | None = None  # the exception that left the function last
 
     def run(self) -> object:
         """Runs until an iteration ends well; returns what the function returned."""
         try:
-            left = None
-            while left is None:
+            result = None
+            while result is None:
                 self.process.enter_iteration(self.member.view)
                 self._consider_same_faults()
                 self.member.leave_if_excluded()
-                left = self._iterate()
+                result = self._iterate()
         except BaseException as error:
             self._leave(error)
             raise
         self.process.complete()
-        return left.value
+        return result.value
 
-    def _iterate(self) -> Outcome | None:
+    def _iterate(self) -> FunctionResult | None:
         """One iteration; None if it has ended by a fault."""
         member, waiting = self.member, self.process.waiting
         fault: str | None = None
         if self.enter():
             self._runs = True
-            left = self.process.call_function(self.state)
+            result = self.process.call_function(self.state)
             with waiting:
-                if left.error is not None:
-                    member.publish(self.state.rank, left.error)
+                if result.error is not None:
+                    member.publish(self.state.rank, result.error)
                 active = self.state.active_world_size or 0
-                if left.has_returned and member.await_completion(self.state.active_rank, active) == DONE:
-                    return left
-            self._error, fault = left.error, left.fault
-            del left
+                if result.has_returned and member.await_completion(self.state.active_rank, active) == DONE:
+                    return result
+            self._error, fault = result.error, result.fault
+            del result
             self.process.await_abort()
             self._runs = False
         self.process.clean_up()
@@ -177,18 +170,18 @@ class RestartLoop:
         self.process.reset_process()
         with waiting:
             member.await_next(proposed)
-        self.process.all_left()
+        self.process.all_arrived()
         return None
 
     def enter(self) -> bool:
-        """Gets this rank's place; False if the iteration ended before all ranks had theirs."""
+        """Gets this rank's new rank; False if the iteration ended before all ranks had theirs."""
         member, decision, base = self.member, self.member.view.decision, self.base
         n = member.view.n
-        self._is_spare = False  # until it is known: others may be waiting for this rank
+        self._is_spare = False  # until the assignment says so: others may be waiting for this rank
         base.rank = decision.rank_of(member.member, base.rank)
         base.world_size = decision.world_size
         if decision.joined:
-            base.active_world_size = None  # there may be more active ranks again
+            base.active_world_size = None  # with newcomers there may be more active ranks again
         self.state = copy.copy(base)
         self.state.fn_exception = None
         self.state.mode = Mode.INITIALIZED  # until the rank assignment says what the rank does
@@ -196,13 +189,13 @@ class RestartLoop:
         try:
             state = self.process.assign(self.state, decision)
         except BarrierTimeout as error:
-            member.publish(base.rank, error)  # whom it waited for lives, and does not come
+            member.publish(base.rank, error)  # the ranks that it waited for live, and do not come
             return False
-        except RankShouldRestart:
+        except exception.RankShouldRestart:
             return False
         except Exception as error:
-            # It may have failed because of another rank, whose fault has ended the iteration.
-            if isinstance(error, StoreUnavailable) or not member.has_failed():
+            # Another rank's fault may have ended the iteration, and made the assignment fail here.
+            if isinstance(error, exception.StoreUnavailable) or not member.has_failed():
                 raise
             return False
         check(state)
@@ -222,17 +215,17 @@ class RestartLoop:
         return True
 
     def _consider_same_faults(self) -> None:
-        """Ends the job, or backs off, if the same fault comes again and again; the same on all ranks."""
+        """Ends the job, or backs off, if the same fault comes again and again. All ranks do the same."""
         member, limit = self.member, self.limits.max_same_faults
         error, self._error = self._error, None
         last = fault_that_ends_job(member.view.decision, limit)
         if last is not None:
             member.ended_job = same_faults.describe_same_fault(last, limit)
             if last.member != member.member:
-                raise JobEnded(f"another rank's error ended the job: {member.ended_job}")
+                raise exception.JobEnded(f"another rank's error ended the job: {member.ended_job}")
             log.error("the job ends: %s", member.ended_job)
-            if error is None or isinstance(error, RankShouldRestart):  # which never leaves the call
-                raise RestartAbort(member.ended_job)
+            if error is None or isinstance(error, exception.RankShouldRestart):  # which never leaves the call
+                raise exception.RestartAbort(member.ended_job)
             raise error
         same = member.view.decision.same_faults
         if limit is None or not same:
@@ -246,36 +239,36 @@ class RestartLoop:
                 self.process.pause(pause)
 
     def _leave(self, error: BaseException) -> None:
-        """This rank leaves the job; the others are told, and go on."""
+        """This rank leaves the job; the others learn of it and go on."""
         member, state = self.member, self.state
-        # No one plans with a discarded rank. One whose monitor thread waits for the end must bring it about;
-        # a spare ends nothing.
-        is_missed = not self._is_spare and (self._runs or not isinstance(error, RankDiscarded))
+        # Nobody waits for a discarded rank. But if it left from inside the function, its own monitor thread
+        # waits for the iteration's end, so it must end the iteration. A spare never does.
+        is_missed = not self._is_spare and (self._runs or not isinstance(error, exception.RankDiscarded))
         how = self.process.leave(error, is_missed)
         if how is not None:
             with self.process.waiting:
                 member.leave(state.rank, how, error, ends=is_missed)
                 if is_missed and state.active_rank == 0:
-                    member.await_others()  # they may yet connect to the store that this rank's monitor serves
+                    member.await_others()  # they may still connect to the store that this rank serves
         self.process.left_job()
 
 
 def check(state: State) -> None:
-    """Checks what a rank assignment has made.
+    """Checks the state that a rank assignment returned.
 
     Raises:
-        InternalError: it is no place for a rank.
+        InternalError: the state is none that a rank can have.
     """
     if state.mode not in (Mode.ACTIVE, Mode.INACTIVE) or state.active_world_size is None:
-        raise InternalError(f"rank_assignment must make each rank ACTIVE or INACTIVE; it gave {state}")
+        raise exception.InternalError(f"rank_assignment must make ranks ACTIVE or INACTIVE; it gave {state}")
     if state.active_world_size < 1:
-        raise InternalError(
+        raise exception.InternalError(
             f"rank_assignment left no rank active of {state.world_size}; RetryController can end the job "
             "before it comes to that"
         )
     if state.active_world_size > (state.world_size or 0):
         # The others would wait for ranks that are not there.
-        raise InternalError(
+        raise exception.InternalError(
             f"rank_assignment gave active_world_size={state.active_world_size}, which is more than "
             f"world_size={state.world_size}"
         )

@@ -1,8 +1,7 @@
-"""A restart, told to people: the line in the log, and the report that ``on_restart`` is called with.
+"""Reporting a restart: the line in the log, and the report that ``on_restart`` gets.
 
-The active rank that comes last into an iteration makes the report, logs it, and writes it into the store.
-Where ``on_restart`` is set a rank waits for that before it enters the function: only then is it known who
-took over.
+The active rank that enters an iteration last makes the report, logs it, and writes it into the store. With
+``on_restart`` set, each rank waits for the report before it enters the function.
 """
 
 import contextlib
@@ -28,16 +27,16 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class RestartTimes:
-    """What a restart has taken of this rank's time so far.
+    """How long the phases of a restart have taken on this rank so far.
 
-    The function's thread puts a new one in its place at each phase's end, and hands the present one to the
-    monitor thread with each iteration.
+    The function's thread replaces the value at the end of each phase, and hands it to the monitor thread when
+    an iteration begins.
 
     Args:
-        until: when the last of the phases was over, in monotonic seconds.
-        began_at: when this rank saw the end of the last iteration that it was in; None if it was in none.
-        phases: the seconds of each phase that is over, by its name.
-        step: what its function had come to when that iteration ended; None if it had told no step.
+        until: when the last phase ended, in monotonic seconds.
+        began_at: when this rank saw the end of its last iteration; None if it was in none.
+        phases: seconds of each completed phase, by its name.
+        step: the function's step when that iteration ended; None if it reported none.
     """
 
     until: float
@@ -46,17 +45,17 @@ class RestartTimes:
     step: int | None = None
 
     def end(self, phase: str, at: float | None = None) -> "RestartTimes":
-        """A phase is over. One that comes again, as not all ranks got in at once, is added up."""
+        """Ends a phase. A phase that comes again, because not all ranks got in at once, is added up."""
         at = max(self.until, time.monotonic() if at is None else at)
         seconds = self.phases.get(phase, 0.0) + at - self.until
         return dataclasses.replace(self, until=at, phases={**self.phases, phase: seconds})
 
 
 class Reporter:
-    """The reports of one call's restarts, on one rank. Its threads share nothing that changes.
+    """The reports of a call's restarts, on one rank. It holds no state that threads share.
 
     Args:
-        own: what the call owns.
+        own: the call's resources.
         began_at: when the call began, in monotonic seconds.
     """
 
@@ -69,15 +68,15 @@ class Reporter:
     def await_report(
         self, state: State, times: RestartTimes, watch: WatchedIteration
     ) -> RestartReport | None:
-        """Before `tell`, outside of what can be interrupted: waits until all active ranks have come.
+        """Waits for the report, until all active ranks have entered. Runs where nothing interrupts it.
 
-        There is no report in a call's first iteration, or if the iteration has ended; nor after
-        ``barrier_timeout``, or without the store, which is logged.
+        There is no report in a call's first iteration, or if the iteration has ended. Nor is there one after
+        ``barrier_timeout``, or without the store; both are logged.
 
         Args:
-            state: this rank's.
-            times: this rank's, so far.
-            watch: of the iteration that begins.
+            state: this rank's state.
+            times: this rank's times so far.
+            watch: the iteration that begins.
         """
         own = self._own
         if own.settings.on_restart is None or own.member.view.is_first:
@@ -93,9 +92,9 @@ class Reporter:
         """Calls ``on_restart``, if there is a report, as a part of the function.
 
         Args:
-            report: what `await_report` gave.
-            state: this rank's.
-            times: this rank's, so far.
+            report: what `await_report` returned.
+            state: this rank's state.
+            times: this rank's times so far.
         """
         on_restart = self._own.settings.on_restart
         if report is None or on_restart is None:
@@ -104,7 +103,7 @@ class Reporter:
             on_restart(dataclasses.replace(report, phases=times.end("enter").phases, step=times.step))
         except Exception:
             if self._own.interrupter.requested:
-                raise  # in the wake of the interruption, which goes on
+                raise  # the interruption, or an error that it has caused
             log.exception("on_restart failed on rank %s, and the iteration goes on", state.rank)
 
     def _await_report(
@@ -122,7 +121,7 @@ class Reporter:
             active = state.active_world_size or 0
             entered = agreement.entering.entered_in(n).values()
             missing = set(range(active)) - {one.active_rank for one in entered}
-            if not missing:  # the last one's count was wrong: then no rank has made it
+            if not missing:  # a count was lost, so no rank has made the report
                 return self._make(agreement, state, times, store.now())
             if remaining <= 0:
                 log.warning(
@@ -136,11 +135,11 @@ class Reporter:
     # ---- the monitor thread
 
     def entered(self, state: State, times: RestartTimes) -> None:
-        """On the active rank that came last, logs the restart's line, and tells the others.
+        """Makes the report, logs it and writes it into the store, if this active rank entered last.
 
         Args:
-            state: this rank's.
-            times: this rank's, as it entered.
+            state: this rank's state.
+            times: this rank's times as it entered.
         """
         view, agreement = self._own.member.view, self._own.thread_agreement
         now = agreement.store.now()
@@ -154,12 +153,12 @@ class Reporter:
         phases: dict[str, float] = {}
         if times.began_at is not None:
             phases = {**times.phases, "enter": max(0.0, report.seconds - sum(times.phases.values()))}
-        with contextlib.suppress(InternalError):  # its monitor has ended, which others say
+        with contextlib.suppress(InternalError):  # the monitor has ended, which is logged elsewhere
             self._own.monitor.restarted(report.kind, {**phases, "total": report.seconds})
         self._own.member.emit("restarted", line=str(report))
 
     def ended(self) -> None:
-        """The iteration has ended by a fault: its report is waited for no more."""
+        """Ends the wait for the report, since the iteration has ended by a fault."""
         own = self._own
         if own.settings.on_restart is not None and not own.memory.is_in_function:
             own.thread_agreement.store.execute([Notify(keys.restarted(own.member.view.n), "")])
@@ -175,6 +174,6 @@ class Reporter:
         """How long ago the last iteration ended."""
         if times.began_at is not None:
             return now - times.began_at
-        # What this process has come in place of may have run on another host.
+        # The process that this one replaces may have run on another host, with another monotonic clock.
         began = min((fault.at for fault in faults if fault.at), default=None)
         return now - self._began_at if began is None else max(0.0, time.time() - began)

@@ -1,4 +1,8 @@
-"""A function that fails again and again: what counts as the same fault, and when it is too often."""
+"""A function that fails again and again: which faults are the same, and when they end the job.
+
+The *signature* of a fault is the kind of exception and the line of the user's code. Faults of equal signature
+are the same fault.
+"""
 
 import dataclasses
 import time
@@ -10,7 +14,7 @@ from ..monitor.threads import WatchedIteration
 from ..protocol.records import FOR_GOOD, CollectivePosition, SameFault, View
 from .report import RestartReport
 
-#: Seconds in the function after which it has made progress, whether it said so (``ping``) or not.
+#: Seconds in the function that count as progress, even without a ``ping``.
 PROGRESS_AFTER = 60.0
 _FIRST_PAUSE = 0.5
 _LONGEST_PAUSE = 10.0
@@ -18,15 +22,15 @@ _LONGEST_PAUSE = 10.0
 
 @dataclasses.dataclass(frozen=True)
 class Hang:
-    """Where the function was when the iteration ended, though it had made no progress for a while.
+    """Where the function hung when the iteration ended.
 
     Args:
-        words: where, as others are told.
-        position: where in ``torch.distributed``.
-        place: the innermost line of the user's code, by which it is counted.
-        since: when it stopped making progress, in monotonic seconds.
-        is_cause: whether that is why the iteration ended.
-        after: which ranks had returned by then and waited for this one, in words; empty if there were none.
+        words: the collective that it was in, for people.
+        position: its position in ``torch.distributed``.
+        place: the innermost line of the user's code: the hang's signature.
+        since: when the function stopped making progress, in monotonic seconds.
+        is_cause: whether the hang is why the iteration ended.
+        after: the ranks that had returned and waited for this one, in words; empty if there were none.
     """
 
     words: str
@@ -39,20 +43,20 @@ class Hang:
 
 @dataclasses.dataclass
 class FunctionRun:
-    """One run of this rank in the function.
+    """One execution of the function on this rank.
 
     Args:
         entered_at: when it began, in monotonic seconds.
-        watch: the monitor thread's, until it is settled.
-        report: of the restart that led to it, for ``on_restart``.
-        has_progressed: whether there was progress, by the function's own word.
-        error: by which the function was left.
-        is_cause: whether that ended the iteration, as far as this rank can see.
-        fault: what is counted of it: kind and place.
-        is_last: whether it has come so often that it ends the job.
-        is_out_of_memory: whether the device had no memory left.
-        hang: of this run, if it hung. The monitor thread puts it there before it interrupts the function's
-            thread, and once more before the watch is ``handled``.
+        watch: the iteration as the monitor thread watches it; None once the rank has left the function.
+        report: report of the restart that led to this run, for ``on_restart``.
+        has_progressed: whether the function reported progress (``ping``, a step).
+        error: the exception that left the function.
+        is_cause: whether this exception ended the iteration, as far as this rank knows.
+        fault: signature of the fault, if `max_same_faults` counts it.
+        is_last: whether the fault has come so often that it ends the job.
+        is_out_of_memory: whether the device was out of memory.
+        hang: where the function hung, if it did. The monitor thread sets this before it interrupts the
+            function's thread, and again before it sets ``watch.handled``.
     """
 
     entered_at: float = 0.0
@@ -67,14 +71,14 @@ class FunctionRun:
     hang: Hang | None = None
 
     def count(self, error: BaseException, view: View, limit: int | None) -> None:
-        """Names the fault, if it counts: there was no progress before it, and it follows from no other fault.
+        """Sets the fault's signature, if it counts: no progress before it, and not caused by another fault.
 
-        A hang counts in spite of progress if another rank has returned and waits for this one: that rank
-        would return again.
+        A hang counts in spite of progress if another rank has returned and waits for this one, since that
+        rank would return again.
 
         Args:
-            error: by which the function was left.
-            view: the present iteration's.
+            error: the exception that left the function.
+            view: the current iteration.
             limit: the argument ``max_same_faults``.
         """
         if isinstance(error, JobAbort):
@@ -88,50 +92,50 @@ class FunctionRun:
         has_progressed = self.has_progressed or until - self.entered_at > PROGRESS_AFTER
         if has_progressed and not (hang and hang.after):
             return
-        self.fault = hang.place + hang.after if hang else kind_and_place(error)
+        self.fault = hang.place + hang.after if hang else signature_of(error)
         self.is_last = times_before(view, self.fault) + 1 >= limit
 
 
 def leaves_with_fault(error: BaseException) -> bool:
-    """Whether what makes a rank leave the job is a fault of its function: ``sys.exit(0)`` is none."""
+    """Whether an exception that ends the call is a fault of the function: ``sys.exit(0)`` is not."""
     return not (isinstance(error, RestartAbort) or (isinstance(error, SystemExit) and not error.code))
 
 
-def kind_and_place(error: BaseException) -> str:
-    """Says in one line what was raised, and where: the innermost line of the user's code that led there.
+def signature_of(error: BaseException) -> str:
+    """The signature of an exception: its kind, and the innermost line of the user's code that led to it.
 
-    Not the message, which may have an address or a number in it that differs each time.
+    Without the message, which may contain an address or a number that differs each time.
     """
     kind, where = type(error).__name__, raised_at(error.__traceback__)
     return cut(kind if where is None else f"{kind} at {where}", IN_LINE)
 
 
 def hang_of(thread: int) -> str:
-    """Says in one line where a thread hangs: the innermost line of the user's code.
+    """The signature of a hang: the innermost line of the user's code in a thread.
 
     Args:
-        thread: its number.
+        thread: the thread's identifier.
     """
     where = users_line(thread)
     return "no progress" if where is None else f"no progress at {where}"
 
 
 def times_before(view: View, what: str) -> int:
-    """How often in a row a fault, by kind and place, had ended iterations before this one."""
+    """How many iterations in a row before this one a fault of this signature had ended."""
     return next((fault.count for fault in view.decision.same_faults if fault.what == what), 0)
 
 
 def pause_before_entering(count: int) -> float:
-    """Seconds to wait before the function is entered again.
+    """Seconds to wait before the function is entered again: none at the first fault, which may be chance.
 
     Args:
-        count: how many times in a row it has failed in the same way. The first time may be chance.
+        count: number of iterations in a row that the same fault has ended.
     """
     return 0.0 if count < 2 else float(min(_FIRST_PAUSE * 2 ** (count - 2), _LONGEST_PAUSE))
 
 
 def describe_same_fault(fault: SameFault, limit: int | None) -> str:
-    """Says that a fault comes again and again; ``limit`` is the argument ``max_same_faults``."""
+    """Describes a repeated fault for people; ``limit`` is the argument ``max_same_faults``."""
     if fault.is_for_good:
         return f"{fault.description} (slot {fault.member.slot})"
     return (

@@ -12,7 +12,7 @@ from typing import Any
 from mistakes import Mistake, MistakenSimulation, at_each_step, one_job, raises
 
 from ft_wrapper.protocol.records import DONE, Decision
-from ft_wrapper.restart.loop import Outcome, RestartLoop
+from ft_wrapper.restart.loop import FunctionResult, RestartLoop
 from ft_wrapper.state import Mode, State
 from tests.explorer.process import SimulatedJob, SimulatedProcess
 from tests.explorer.stores import SimulatedStore
@@ -36,7 +36,7 @@ class Mistaken:
 
 
 class PublishesNothing(Mistaken):
-    def call_function(self, state: State) -> Outcome:
+    def call_function(self, state: State) -> FunctionResult:
         return dataclasses.replace(self._process.call_function(state), error=None)
 
 
@@ -66,7 +66,7 @@ class AssignedOnce(MistakenSimulation):
 
 
 class ArrivesFirst(RestartLoop):
-    def _iterate(self) -> Outcome | None:
+    def _iterate(self) -> FunctionResult | None:
         member = self.member
         entered = self.enter()
         if entered:
@@ -82,7 +82,7 @@ class ArrivesFirst(RestartLoop):
         self.process.clean_up()
         self.process.reset_process()
         member.await_next(proposed)
-        self.process.all_left()
+        self.process.all_arrived()
         return None
 
 
@@ -95,7 +95,7 @@ class ArrivedFirst(MistakenSimulation):
 
 
 class CompletesAlone(RestartLoop):
-    def _iterate(self) -> Outcome | None:
+    def _iterate(self) -> FunctionResult | None:
         entered = self.enter()
         assert entered
         left = self.process.call_function(self.state)
