@@ -1,4 +1,4 @@
-"""Making every pending operation of ``torch.distributed`` in this process fail."""
+"""The abort: makes every pending operation of ``torch.distributed`` in this process fail."""
 
 import contextlib
 import functools
@@ -16,7 +16,7 @@ from .sockets import shut_down_clients
 
 log = logging.getLogger(__name__)
 c10d: Any = torch.distributed.distributed_c10d
-_SOON = 0.25  # seconds within which an abort returns
+_SOON = 0.25  # seconds within which an abort normally returns
 
 _aborting: list[str] = []  # groups whose abort has not returned
 
@@ -24,10 +24,10 @@ _aborting: list[str] = []  # groups whose abort has not returned
 def abort_all() -> None:
     """Makes every operation of ``torch.distributed`` that is under way in this process fail.
 
-    See `ft_wrapper.abort.AbortTorchDistributed` for what that frees, and what not. Does next to nothing where
-    ``torch.distributed`` is not in use. Raises nothing: what fails is logged.
+    `ft_wrapper.abort.AbortTorchDistributed` describes what that frees, and what it does not. If
+    ``torch.distributed`` is not in use, it does next to nothing. It raises nothing, but logs what fails.
     """
-    # The backends' own last: NCCL's abort has been known to hang, the other two only touch sockets.
+    # The backends' own aborts last: NCCL's may hang, and the other steps only touch sockets.
     for what, step in (
         ("gloo", functools.partial(shut_down_gloo_sockets, _size_being_made)),
         ("the iteration's store", _abort_store_clients),
@@ -41,20 +41,20 @@ def abort_all() -> None:
 
 
 def abort_may_hang() -> bool:
-    """Whether `abort_all` would have a backend abort: of gloo's groups it shuts down the sockets, no more."""
+    """Whether `abort_all` would call a backend's abort. For gloo it only shuts down sockets."""
     try:
         return bool(groups_that_abort())
-    except Exception:  # the function makes a group just now
+    except Exception:  # the function is making a group at this moment
         return True
 
 
 def describe_pending_aborts() -> str:
-    """Says which groups' abort has not returned."""
+    """Names the groups whose abort has not returned."""
     return ", ".join(_aborting) or "not in a process group"
 
 
 def _size_being_made() -> int:
-    """Size, at most, of the group that some thread is making; 0 when none does."""
+    """Upper bound for the size of the group that some thread is making; 0 if no thread makes one."""
     inside = (place for frame in current_frames().values() for place in locations(frame))
     if not any(at.function == "_new_process_group_helper" and at.file == c10d.__file__ for at in inside):
         return 0
@@ -70,7 +70,7 @@ def _abort_store_clients() -> None:
 
 def groups_that_abort() -> dict[Any, dict[torch.device, Any]]:
     """All groups but gloo's, with their backends."""
-    # By what a backend can do, not by its class: torch >= 2.15 has two for NCCL, and others have their own.
+    # By its name, not by its class: torch >= 2.15 has two classes for NCCL, and other programs add their own.
     backends = {group: backends_of(group) for group in c10d._world.pg_names}
     return {group: its for group, its in backends.items() if not its or not all(map(is_gloo, its.values()))}
 
@@ -88,7 +88,7 @@ def _abort_backends() -> None:
             threads.append(in_background(f"aborting {name}", functools.partial(abort_group, group, name)))
         for thread in threads:
             thread.join(_SOON)
-            if thread.is_alive():  # behind a destroy: since NCCL 2.31 that waits for peers (pytorch 194679)
+            if thread.is_alive():  # behind a destroy, which since NCCL 2.31 waits for peers (pytorch 194679)
                 in_background("freeing NCCL's destroy", nccl.free_pending_init).join()  # raises nothing
             thread.join()
 
@@ -96,7 +96,7 @@ def _abort_backends() -> None:
 def abort_group(group: Any, name: str) -> None:
     _aborting.append(name)
     try:
-        # Before torch 2.8 a group cannot abort, and of backends NCCL's alone can.
+        # Before torch 2.8 a group has no abort, and of the backends only NCCL's has one.
         for one in [group] if hasattr(group, "abort") else backends_of(group).values():
             if hasattr(one, "abort"):
                 one.abort()
@@ -107,7 +107,7 @@ def abort_group(group: Any, name: str) -> None:
 
 
 def backends_of(group: Any) -> dict[torch.device, Any]:
-    """A group's backends, by device; the group itself if it is a Python class of its own."""
+    """A group's backends, by device. A group that is a Python class is its own backend."""
     if not group._device_types:
         return {torch.device("cpu"): group}
     found = {}
@@ -119,5 +119,5 @@ def backends_of(group: Any) -> dict[torch.device, Any]:
 
 
 def is_gloo(backend: Any) -> bool:
-    """Whether it is gloo's, whose ``abort`` does nothing: its sockets are shut down instead."""
+    """Whether a backend is gloo's. Its ``abort`` does nothing, so its sockets are shut down instead."""
     return bool(getattr(backend, "name", str)() == "gloo")

@@ -1,14 +1,17 @@
-"""Torch's caches, which keep what belongs to an iteration that is over; garbage with them.
+"""Clearing torch's caches and reference cycles, which keep objects of an earlier iteration.
 
-Several caches of torch do not know that ranks can move. DTensor's are keyed by a mesh's layout: after a
-restart operations go on with the old mesh, whose coordinate is another rank's, and give that rank's rows
-without an error. Symmetric memory's tables are keyed by group name, and names begin again. Compiled code has
-``get_rank()`` and ``get_world_size()`` as constants. The functions of ``torch.distributed.nn`` have the
-default group of the moment of their import as a default argument. The process that writes checkpoints for
-``async_save`` keeps a group with ranks that are gone.
+Several caches of torch assume that ranks never move:
 
-Nothing is imported for it: what was not imported has nothing to forget. The names are torch 2.13's. Where an
-older torch lacks one, it has no such cache; where 2.13 or a newer one does, a warning says so.
+- DTensor's caches are keyed by a mesh's layout. After a restart, operations go on with the old mesh, where
+  this process has another coordinate. They return another rank's rows, without an error.
+- Symmetric memory's tables are keyed by group name, and the names begin anew.
+- Compiled code has ``get_rank()`` and ``get_world_size()`` as constants.
+- The functions of ``torch.distributed.nn`` have, as a default argument, the group that was the default one
+  when they were imported.
+- The process that writes checkpoints for ``async_save`` keeps a group with ranks that are gone.
+
+No module is imported to clear its caches. The names are torch 2.13's. An older torch that lacks a name has no
+such cache; if 2.13 or a newer torch lacks one, a warning says so.
 """
 
 import contextlib
@@ -27,7 +30,7 @@ log = logging.getLogger(__name__)
 
 _KNOWN = (2, 13)
 _SLOW_COLLECTION = 1.0  # seconds
-_KILL_PATIENCE = 5.0  # seconds, for a process to be gone after SIGKILL
+_KILL_PATIENCE = 5.0  # seconds for a process to end after SIGKILL
 
 _warned: set[str] = set()
 _compiled_for: tuple[int, int] | None = None
@@ -36,16 +39,16 @@ _frozen_modules: list["weakref.ref[torch.nn.Module]"] = []
 
 
 def clear_caches() -> None:
-    """Clears torch's caches of the iteration that is over; raises nothing.
+    """Clears torch's caches after an iteration; raises nothing.
 
-    Call it in the thread that ran the function, once process groups are released. DTensor's fast cache
-    is each thread's own: it is cleared in this thread and in those that run CUDA backward passes, not in
-    threads of the user's that live on.
+    Call it in the thread that ran the function, once process groups are released. Each thread has its own
+    fast cache of DTensor's. It is cleared in this thread and in the threads that run CUDA backward passes,
+    but not in other threads of the user's.
     """
-    # Most programs have imported none of these, and in each restart the others wait for this.
+    # Imports nothing: most programs have none of these modules, and the other ranks wait for this.
     for what, name, step in _STEPS:
         module = sys.modules.get(name)
-        # A spare's warm-up may import it just now.
+        # A spare's warm-up may be importing it at this moment.
         if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):
             _succeeds(what, step, module)
 
@@ -58,14 +61,14 @@ def end_checkpoint_process() -> None:
 
 
 def reset_compiled_code(rank: int, world_size: int) -> bool:
-    """Drops compiled code if it was compiled for another rank or world size.
+    """Drops compiled code that was compiled for another rank or world size.
 
     Args:
-        rank: of this process among the active ones, in the iteration that it is about to enter.
-        world_size: number of active ranks there.
+        rank: active rank of this process in the iteration that it is about to enter.
+        world_size: number of active ranks in this iteration.
 
     Returns:
-        Whether it was dropped, so that the next step compiles.
+        Whether code was dropped, so that the next step compiles again.
     """
     global _compiled_for
     before, _compiled_for = _compiled_for, (rank, world_size)
@@ -77,7 +80,7 @@ def reset_compiled_code(rank: int, world_size: int) -> bool:
 def reset_compiled_code_at_entry() -> None:
     """Makes the next entry drop the code that this process, a spare, may compile from now on.
 
-    Without a process group ``is_initialized()`` is a constant in it, too.
+    A spare has no process group, so ``is_initialized()`` is a wrong constant in that code, too.
     """
     global _compiled_for
     _compiled_for = (-1, 0)  # no rank
@@ -86,18 +89,18 @@ def reset_compiled_code_at_entry() -> None:
 def collect_garbage(when: str) -> None:
     """Frees what an iteration left in reference cycles, before the next one makes its own.
 
-    FSDP2 models, compiled ones and those of several frameworks refer to themselves. Until the collector runs
-    they keep their memory, their process groups and those groups' sockets; on a GPU the next model does not
-    fit beside them.
+    FSDP2 models, compiled models and those of several frameworks refer to themselves. Until the collector
+    runs, they keep their memory, their process groups and the groups' sockets. On a GPU the next model does
+    not fit beside them.
 
-    The first time at each point it also freezes what is left. With the hundreds of thousands of objects that
-    imports make a collection takes tenths of a second; without them, less than a millisecond. The collector
-    never frees what is frozen. So all is thawed, and looked at, where modules were frozen that still live and
-    there are new ones: the old ones may be what these replace.
+    At its first call for each ``when`` it also freezes what is left. Imports make hundreds of thousands of
+    objects: with them a collection takes tenths of a second, without them less than a millisecond. The
+    collector never frees frozen objects. So if frozen modules still live and there are new modules, which may
+    replace the frozen ones, all objects are unfrozen and collected.
 
     Args:
-        when: before the first ``"call"``, so that what the script has imported costs no restart time; or at a
-            ``"restart"`` or after a spare's ``"warm-up"``, for what the function has imported.
+        when: ``"call"`` before the first call, so that the script's imports cost no restart time;
+            ``"restart"``, or ``"warm-up"`` after a spare's warm-up, for imports of the function.
     """
     if (when == "call" and _frozen) or (when == "warm-up" and when in _frozen):
         return
@@ -122,13 +125,13 @@ def collect_garbage(when: str) -> None:
 
 
 def _modules() -> list[torch.nn.Module]:
-    """Those with parameters that are not frozen."""
+    """The modules that have parameters, and that the collector has not frozen."""
     found = (each for each in gc.get_objects() if issubclass(type(each), torch.nn.Module))
     return [each for each in found if getattr(each, "_parameters", None)]
 
 
 def _succeeds(what: str, step: Callable[..., object], *arguments: Any) -> bool:
-    """Whether a step could be carried out, or this torch is so old that it need not be; warns once if not."""
+    """Whether a step succeeded, or this torch is too old to need it. If not, it warns once."""
     try:
         step(*arguments)
     except Exception as error:
@@ -152,14 +155,14 @@ def _clear_fast_cache(_: Any) -> None:
         return
     for device in range(torch.cuda.device_count()):
         if torch._C._cuda_hasPrimaryContext(device):  # type: ignore[attr-defined]
-            # The other devices were not used, and stay unused.
+            # Other devices are unused, and stay so.
             with torch.inference_mode(False), torch.enable_grad():
                 zero = torch.zeros((), device=f"cuda:{device}", requires_grad=True)
                 _InDevicesThread.apply(zero, clear).backward()  # type: ignore[no-untyped-call]
 
 
 class _InDevicesThread(torch.autograd.Function):
-    """Calls a function in the thread in which autograd runs backward passes on the tensor's device."""
+    """Calls a function in autograd's thread for backward passes on the tensor's device."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, function: Callable[[], None]) -> torch.Tensor:
@@ -174,7 +177,7 @@ class _InDevicesThread(torch.autograd.Function):
 
 def _clear_propagation(api: Any) -> None:
     propagator = api.DTensor._op_dispatcher.sharding_propagator
-    # Its contents are each thread's own, and `cache_clear` empties the caller's; another object empties all.
+    # Each thread has its own contents, and `cache_clear` empties only the caller's. A new object empties all.
     propagator.propagate_op_sharding = type(propagator.propagate_op_sharding)(
         propagator.propagate_op_sharding_non_cached
     )
@@ -201,7 +204,7 @@ def _clear_symmetric_memory(memory: Any) -> None:
 
 
 def _drop_default_group(functional: Any) -> None:
-    """None, which they have where no group was there at their import, stands for the present one."""
+    """Sets default arguments that are a group to None, which stands for the current default group."""
     group = torch.distributed.ProcessGroup
     for value in vars(functional).values():
         if isinstance(value, types.FunctionType) and value.__defaults__:
@@ -230,8 +233,8 @@ def _end_checkpoint_process(executor: Any) -> None:
 
 
 def _has_compiled() -> bool:
-    """Whether code of this process was compiled since the last reset."""
+    """Whether this process may have compiled code since the last reset."""
     convert_frame: Any = sys.modules.get("torch._dynamo.convert_frame")
     with contextlib.suppress(AttributeError):
         return convert_frame is not None and bool(convert_frame.input_codes.seen)
-    return True  # not to be seen in this torch
+    return True  # this torch does not show it

@@ -1,8 +1,8 @@
-"""The operation of ``torch.distributed`` that a thread is in, with the number of those each group has begun.
+"""The operation of ``torch.distributed`` that a thread is in, and how many operations each group has begun.
 
-The operation is in the thread's stack. The numbers are torch's own, which each group keeps to match its
-collectives. Flight Recorder would say the same and more; but it has to be switched on before the groups are
-made, and its dump is of all operations that it remembers.
+The thread's stack shows the operation. The numbers are torch's own: each group counts to match its
+collectives. Flight Recorder would show the same and more. But it has to be switched on before the groups are
+made, and dumps all operations that it remembers.
 """
 
 import traceback
@@ -20,28 +20,26 @@ _LONGEST_NAME = 8  # torch names some groups by 40 digits
 
 
 def current_collective(thread: int) -> tuple[str, CollectivePosition] | None:
-    """Says where a thread stands.
-
-    It waits for nothing that hangs: not for a group's lock, nor for the thread.
+    """Describes what a thread is doing. It waits neither for a group's lock nor for the thread.
 
     Args:
-        thread: its identifier, as ``threading.get_ident()`` has it.
+        thread: the thread's ``threading.get_ident()``.
 
     Returns:
-        In words, as `ft_wrapper.monitor.frames.describe_thread`, but with the number and group, and
-        as data; None if there is no such thread.
+        A description as of `ft_wrapper.monitor.frames.describe_thread`, but with the operation's number and
+        group, and the same as data; None if there is no such thread.
     """
     frame = current_frames().get(thread)
     words = describe_stack(list(locations(frame)))
     if frame is None or words is None:
         return None
     operation = _operation(frame)
-    # As a list at once: the thread may go on and make groups.
+    # A list, since the thread may make groups meanwhile.
     names = [(group, _name(group, name)) for group, name in list(c10d._world.pg_names.items())]
     if operation is None:
         return words, CollectivePosition(counts=_counts(names[:_MOST_GROUPS]))
     group = operation.f_locals.get("group") or c10d._world.default_pg
-    names.sort(key=lambda one: one[0] is not group)  # the one that it stands in first
+    names.sort(key=lambda one: one[0] is not group)  # the operation's group first
     of = names[0][1] if names and names[0][0] is group else ""
     position = CollectivePosition(operation.f_code.co_name, of, _counts(names[:_MOST_GROUPS]))
     inner, *outer = locations(operation)
@@ -49,7 +47,7 @@ def current_collective(thread: int) -> tuple[str, CollectivePosition] | None:
 
 
 def _operation(frame: FrameType) -> FrameType | None:
-    """The outermost call of an operation of ``torch.distributed``: those on objects call others."""
+    """The outermost operation of ``torch.distributed`` in a stack: operations on objects call others."""
     frames = [each for each, _ in traceback.walk_stack(frame) if each.f_code.co_filename == c10d.__file__]
     return next(filter(_is_operation, reversed(frames)), None)
 
@@ -68,7 +66,7 @@ def _name(group: Any, name: object) -> str:
 
 
 def _counts(names: list[tuple[Any, str]]) -> tuple[GroupSequence, ...]:
-    """How many operations each of some groups has begun, as far as the groups say so, and at once."""
+    """How many operations each group has begun; only of groups that count, and that answer at once."""
     found: list[GroupSequence] = []
 
     def ask() -> None:
@@ -84,5 +82,5 @@ def _counts(names: list[tuple[Any, str]]) -> tuple[GroupSequence, ...]:
 
 
 def _is_exact(group: Any) -> bool:
-    """Whether a group counts collectives only: NCCL does, and so should one that is a Python class."""
+    """Whether a group counts only collectives. NCCL does, and a group that is a Python class should."""
     return all(backend is group or backend.name() == "nccl" for backend in backends_of(group).values())

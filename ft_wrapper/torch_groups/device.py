@@ -1,9 +1,9 @@
-"""The device of a rank on a node that runs more ranks than it has devices: one for each active rank.
+"""The device of a rank on a node with more ranks than devices: each active rank has one of its own.
 
-``ftrun`` makes a file without a name, and tells its ranks where it is. Byte n stands for device n: an active
-rank holds a POSIX record lock on its device's. Such a lock belongs to the process, no child inherits it, and
-the kernel drops it when the process ends, which frees a dead rank's device. Closing any descriptor of that
-file drops all locks that the process has on it: only this module opens it, once.
+``ftrun`` makes a file without a name, and passes its path to its ranks. An active rank that uses device n
+holds a POSIX record lock on byte n. Such a lock belongs to the process, and no child inherits it. The kernel
+drops it when the process ends, so a dead rank's device is free. Closing any descriptor of the file drops all
+locks of the process on it. So only this module opens the file, once.
 """
 
 import contextlib
@@ -17,29 +17,29 @@ import torch
 from ..exception import RestartAbort
 
 DEVICES_ENV = "FT_WRAPPER_DEVICES"
-"""``PATH:D``: the file of locks, and how many devices there are."""
+"""``PATH:D``: the path of the lock file, and the number of devices."""
 
-# Others hear of a death before the kernel has freed the process's memory and dropped its locks. Who stepped
-# in had to wait for a process that had no ballast 0 of 12 times, for one with 0.5 GB 3 of 12 (66 ms at most),
-# for one with 2 GB 5 of 12 (349 ms).
-_PAUSE = 0.01  # seconds between two looks: nothing tells of a lock that is dropped
+# Other ranks learn of a death before the kernel has freed the process's memory and dropped its locks. The
+# replacing rank had to wait 0 of 12 times after a process without ballast, 3 of 12 times (66 ms at most)
+# after one with 0.5 GB, 5 of 12 times (349 ms) after one with 2 GB.
+_PAUSE = 0.01  # seconds between two tries: nothing signals that a lock was dropped
 _LOOKS = 1000
 
-_locks: int | None = None  # the file, while this process holds its device
-_index: int | None = None  # of the device that this process uses, from its first iteration on
+_locks: int | None = None  # descriptor of the lock file, while this process holds a device
+_index: int | None = None  # index of the device that this process uses; None before its first iteration
 
 
 def take_device(is_active: bool) -> None:
-    """Before a rank enters: an active one gets a device to itself, or keeps its own; a spare shares one.
+    """Before a rank enters: gives an active rank a device of its own, or keeps it. A spare shares a device.
 
-    Its index is then ``LOCAL_RANK``, and the device the current one if CUDA is in use. Does nothing where
-    ``ftrun`` does not look after devices.
+    The device's index becomes ``LOCAL_RANK``, and the device CUDA's current one if CUDA is in use. Without
+    ``ftrun --devices-per-node`` it does nothing.
 
     Args:
         is_active: whether the rank is active in this iteration.
 
     Raises:
-        RestartAbort: none is free. This process is not started again: there would be none for it, either.
+        RestartAbort: no device is free. The process is not restarted, since it would find none either.
     """
     global _locks, _index
     path, _, count = os.environ.get(DEVICES_ENV, "").rpartition(":")
@@ -66,24 +66,24 @@ def release_device() -> None:
 
 
 def own_device() -> torch.device:
-    """The device that this rank holds, or the GPU that ``LOCAL_RANK`` names, if it is seen, or the CPU."""
+    """The device that this rank holds; else the GPU that ``LOCAL_RANK`` names, if visible; else the CPU."""
     if _index is not None:
         return torch.device("cuda", _index)
     local_rank, count = os.environ.get("LOCAL_RANK", ""), torch.cuda.device_count()
     if count == 0:
         return torch.device("cpu")
-    # A launcher that shows each rank its own GPU only makes all of them number 0.
+    # If a launcher shows each rank only its own GPU, that is number 0 on every rank.
     is_seen = local_rank.isdecimal() and int(local_rank) < count
     return torch.device("cuda", int(local_rank) if is_seen else torch.cuda.current_device())
 
 
 def cuda_device() -> int | None:
-    """Index of the GPU that this process uses; None where it has not used any so far."""
+    """Index of the GPU that this process uses; None if it has used none so far."""
     return own_device().index if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
 
 def _await_device(locks: int, own: int, count: int) -> int:
-    """Locks the process's own device if it is free, else the first that is; returns which."""
+    """Locks the process's own device if it is free, else the first free one; returns its index."""
     for _ in range(_LOOKS):
         for index in (own, *range(count)):
             with contextlib.suppress(BlockingIOError):

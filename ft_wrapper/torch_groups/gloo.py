@@ -1,14 +1,15 @@
 """Shutting down exactly the sockets of this process's gloo groups.
 
-Gloo has no abort: a collective behind a hung peer waits until its timeout. But once the sockets below it are
-shut down, it raises at once. Which ones these are, the kernel knows: a gloo device has one thread, named
-``gloo_tcp_loop``, that sits in ``epoll_wait``; the first argument of that system call is the epoll
-descriptor, and that descriptor's ``fdinfo`` lists every watched descriptor with its inode number.
+Gloo has no abort: a collective with a hung peer waits until its timeout. But once its sockets are shut down,
+it raises at once. The kernel shows which sockets these are. A gloo device has one thread, named
+``gloo_tcp_loop``, that waits in ``epoll_wait``. The first argument of this system call is the epoll
+descriptor, and its ``fdinfo`` lists every watched descriptor with its inode number.
 
-Only their receiving side is shut down, and duplicates keep them open until all ranks have left. For gloo
-loses a send whose write fails at once: its loop thread has taken the buffer off the queue by then and tells
-no one, and what waits for that buffer waits until the timeout. So no write may fail, here or at a peer,
-while somebody is still inside. The end of the receiving side fails all that is queued, sends too.
+Only the receiving side of a socket is shut down, and a duplicate keeps the socket open until all ranks have
+left. The reason: if a write fails at once, gloo loses the send. Its loop thread has already taken the buffer
+off the queue and notifies nobody, so whoever waits for the buffer waits until the timeout. So no write may
+fail, here or at a peer, while any rank is inside a collective. The end of the receiving side fails everything
+that is queued, sends included.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ from .sockets import bound_to, duplicate, named_threads, shut_down, system_call,
 
 log = logging.getLogger(__name__)
 _THREAD_NAME = "gloo_tcp_loop"
-_NAMES_THREADS = TorchVersion(torch.__version__) >= "2.13"  # 2.8 does not; between was not looked at
+_NAMES_THREADS = TorchVersion(torch.__version__) >= "2.13"  # 2.8 does not; versions between are unknown
 # epoll_wait, epoll_pwait, epoll_pwait2
 _EPOLL_SYSCALLS = {"x86_64": {232, 281, 441}, "aarch64": {22, 441}}
 _CONNECT_TIMEOUT = 0.2
@@ -39,16 +40,16 @@ _held_lock = threading.Lock()
 
 
 def shut_down_gloo_sockets(being_made: Callable[[], int] = int) -> None:
-    """Shuts down the connections of all gloo groups of this process, for this process only.
+    """Shuts down the connections of all gloo groups of this process, on this side alone.
 
-    Listening sockets, and sockets that are not gloo's, are not touched. The connections stay open, and
-    the peers learn nothing, until `close_aborted_sockets`.
+    It touches no listening sockets, and no sockets but gloo's. The connections stay open, and the peers
+    notice nothing, until `close_aborted_sockets`.
 
-    A group being made may wait for a peer to connect to it, and there is no socket yet to shut down. Then
-    it gets its connections from here, and they are shut down at once.
+    A group that is being made may wait for a peer to connect, without a socket to shut down. Then this
+    function connects in the peer's place, and shuts the connection down.
 
     Args:
-        being_made: gives the size of the group that is being made; 0 for none. Asked if there is a group.
+        being_made: returns the size of the group that is being made, 0 for none; called if there are groups.
     """
     pending = named_threads(_THREAD_NAME) or _unnamed_loops()
     newest = pending[-1:]
@@ -85,7 +86,7 @@ def shut_down_gloo_sockets(being_made: Callable[[], int] = int) -> None:
 def close_aborted_sockets() -> None:
     """Closes the connections that an abort has shut down.
 
-    To be called once no rank is any more inside what was aborted: a peer that is might hang otherwise.
+    Call it once all ranks have left the aborted operations: a peer that is still inside might hang.
     """
     with _held_lock:
         while _held:
@@ -93,9 +94,9 @@ def close_aborted_sockets() -> None:
 
 
 def unnamed_threads() -> list[int]:
-    """Returns the ids of threads that C++ has started and given no name, the oldest first.
+    """Returns the ids of the threads that C++ has started without a name, the oldest first.
 
-    Empty where torch names its own.
+    Returns none if this torch names its threads.
     """
     if _NAMES_THREADS:
         return []
@@ -106,15 +107,15 @@ def unnamed_threads() -> list[int]:
 
 
 def _unnamed_loops() -> list[int]:
-    """The same of gloo's devices: in ``epoll_wait``, on nothing that another library would have there."""
+    """The ids of the unnamed threads of gloo devices: they wait in ``epoll_wait``, and on no eventfd."""
     loops = []
     for tid in unnamed_threads():
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the thread has ended
             epoll = _hold_epoll(tid)
             if epoll is None:
                 continue
             try:
-                # libuv, which a TCPStore's server runs, wakes its loop by an eventfd; gloo has no such thing.
+                # A TCPStore's server runs libuv, which wakes its loop by an eventfd. Gloo has none.
                 kinds = [os.readlink(f"/proc/self/fd/{fd}") for fd, _ in watched_by(epoll)]
             finally:
                 os.close(epoll)
@@ -134,7 +135,7 @@ def _hold_epoll(tid: int) -> int | None:
         return None
     with contextlib.ExitStack() as unless_it_is_that:
         unless_it_is_that.callback(os.close, held)
-        # Waiting on it before and after: the thread never left its loop, so this is no other file's number.
+        # The thread waited on this number before and after `dup`, so it meant the same file all the time.
         if _epoll_fd(tid) == fd:
             unless_it_is_that.pop_all()
             return held
@@ -157,13 +158,13 @@ def _shut_down_connections(watched: list[tuple[int, int]]) -> None:
 
 
 def _connect_for_peers(watched: list[tuple[int, int]], size: int) -> None:
-    """Connects to a gloo device's own listening socket in the place of each peer, and closes.
+    """Connects to a gloo device's listening socket in the place of each peer, and disconnects.
 
-    Who connects to a gloo device says first which pair of ranks it means: a number that counts from 0, as
-    eight bytes. The device hands the connection to the one that waits for that number, or keeps it.
+    A peer first sends which pair of ranks its connection is for: a number from 0 on, as eight bytes. The
+    device passes the connection to the pair that waits for this number, or keeps it.
     """
     for number, inode in watched:
-        # Held until the end: as long as it listens, no one else's socket has its address.
+        # Held until the end: as long as it listens, no other socket gets its address.
         with duplicate(number, inode, listening=True) as fd:
             name = None if fd is None else bound_to(fd)
             if not isinstance(name, tuple):

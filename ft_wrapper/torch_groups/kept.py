@@ -1,9 +1,9 @@
-"""A default process group that outlives an iteration: it is given its new peers instead of being made again.
+"""A kept process group: the default group outlives an iteration, and gets new peers instead of a new group.
 
-torch >= 2.15 can do that (``enable_reconfigure``), with the backends that say so. All peers of an iteration
-exchange their handles, and what the backend itself exchanges, through the iteration's store: the group's own
-store is a `_Switch`, which hands everything on to that one. So nothing depends on a store that has ended with
-its host.
+torch >= 2.15 can do that (``enable_reconfigure``), with backends that support it. All peers of an iteration
+exchange their handles through the iteration's store. So does the backend: the group's own store is a
+`_Switch`, which forwards to the iteration's store. So nothing depends on a store that has ended with its
+host.
 """
 
 import logging
@@ -18,36 +18,36 @@ from .release import release_process_groups
 
 log = logging.getLogger(__name__)
 
-_dist: Any = dist  # for what only newer ones have
+_dist: Any = dist  # for functions that only a newer torch has
 _OURS = ("store", "rank", "world_size", "init_method", "enable_reconfigure", "group_name")
 
 
 class _Switch(HoldingStore, Store):
-    """A store of torch's that stands for the present iteration's."""
+    """A store of torch's that forwards to the current iteration's store."""
 
     def __init__(self, store: StoreMixin) -> None:
         HoldingStore.__init__(self, store)
         Store.__init__(self)
 
     def turn_to(self, store: StoreMixin) -> None:
-        """From now on every operation is one of that store."""
+        """Forwards to another store from now on."""
         self._store = store
 
 
 class KeptGroup:
-    """This process's default process group, over the iterations of a call.
+    """The default process group of this process, over the iterations of a call.
 
     Args:
-        enabled: whether it is to be kept; else it is made in each iteration.
+        enabled: whether to keep the group; otherwise each iteration makes a new one.
 
     Attributes:
-        group: the kept one; None if there is none.
+        group: the kept group; None if there is none.
     """
 
     def __init__(self, enabled: bool) -> None:
         self.group: Any = None
         self._enabled = enabled
-        self._switch: _Switch | None = None  # torch's C++ does not keep the Python half of it
+        self._switch: _Switch | None = None  # kept here, since torch's C++ does not keep its Python half
         self._arguments: tuple[str, dict[str, Any]] | None = None
 
     def enter(
@@ -56,18 +56,18 @@ class KeptGroup:
         """Makes the group, or gives it its new peers. All active ranks call it.
 
         Args:
-            backend: as for ``init_process_group``.
-            options: its other arguments.
-            n: the iteration's number; no other one has it.
-            rank: of this process in the group.
-            size: of the group.
-            store: the iteration's.
+            backend: the ``backend`` of ``init_process_group``.
+            options: the other arguments of ``init_process_group``.
+            n: number of the iteration, which no other iteration has.
+            rank: rank of this process in the group.
+            size: size of the group.
+            store: the iteration's store.
 
         Returns:
-            The group, which is the default one.
+            The default group.
 
         Raises:
-            TypeError: the options have one that is not the user's to choose, or others than the first time.
+            TypeError: an option is the wrapper's to choose, or the options differ from the first call's.
             RuntimeError: a peer did not come.
         """
         wrong = sorted(set(options) & set(_OURS))
@@ -98,13 +98,13 @@ class KeptGroup:
         return self.group
 
     def close(self) -> None:
-        """Destroys the kept group, which the call has not ended well with; does nothing if there is none."""
+        """Destroys the kept group after a call that did not end well; does nothing if there is none."""
         if self.group is not None:
             release_process_groups(aborted=True)
             self.group = None
 
     def _make(self, backend: str, options: dict[str, Any], rank: int, size: int, store: StoreMixin) -> bool:
-        """Makes it, without peers so far; whether it can be kept."""
+        """Makes the group, without peers so far; returns whether it can be kept."""
         if not self._enabled:
             return False
         if not hasattr(_dist, "_reconfigure"):
@@ -131,5 +131,5 @@ class KeptGroup:
         store.wait(names)
         handles = [handle.decode() for handle in store.multi_get(names)]
         _dist._reconfigure(uuid=n, handles=handles).wait()
-        # What new_group and the like take the ranks of the job from.
+        # `new_group` and similar functions take the job's ranks from this table.
         dist.distributed_c10d._world.pg_group_ranks[self.group] = {each: each for each in range(size)}

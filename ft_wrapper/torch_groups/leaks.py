@@ -1,4 +1,4 @@
-"""Leaks: what of earlier iterations is still alive, with what holds it."""
+"""Leaks: objects of earlier iterations that are still alive, and what holds them."""
 
 import dataclasses
 import sys
@@ -23,11 +23,11 @@ class Leak:
 
     Args:
         kind: ``DeviceMesh``, ``ProcessGroup``, or the class of a wrapped module.
-        iteration: the one that it was made in.
+        iteration: number of the iteration that made the object.
         referrer: the path to it from a module's global, a frame or a thread; None if none was found.
-        cycle: the path from it to itself, if there is one: then it may only wait for the collector, which
-            never looks at what ``gc.freeze`` froze.
-        within: whether it is only held by way of other leaks.
+        cycle: the path from it to itself; None if there is none. An object in a cycle may only wait for the
+            collector, which never looks at what ``gc.freeze`` froze.
+        within: whether only other leaks hold it.
     """
 
     kind: str
@@ -50,18 +50,18 @@ class Leak:
 
 
 def find_leaks() -> list[Leak]:
-    """Finds what the function has made in earlier iterations and what is still alive, and what holds it.
+    """Finds objects of earlier iterations that are still alive, and what holds them.
 
-    Looked for are meshes (``DeviceMesh``), process groups, and modules in ``DistributedDataParallel``, FSDP1
-    or FSDP2. Process groups kept by ``Wrapper(keep_groups=True)`` and what a `LiveState` holds do not
-    count. In a test, call it in the wrapped function, after a restart. Process groups end in the background,
-    which it waits for, at most 10 s.
+    It looks for meshes (``DeviceMesh``), process groups, and modules in ``DistributedDataParallel``, FSDP1 or
+    FSDP2. Process groups kept by ``Wrapper(keep_groups=True)`` and objects that a `LiveState` holds do not
+    count. In a test, call it in the wrapped function, after a restart. It waits for process groups that end
+    in the background, at most 10 s.
 
-    Where something is alive, all objects of the process are walked through. That may take seconds.
+    If any such object is alive, it walks through all objects of the process, which may take seconds.
 
     Returns:
-        What is alive, the oldest first, and last what others hold; empty if all is clean, or there was no
-        restart.
+        The leaks: the oldest first, and those held by other leaks last. Empty if there are none, or there was
+        no restart.
     """
     wait_for_released_groups()
     living = tracker.current.earlier()
@@ -69,7 +69,7 @@ def find_leaks() -> list[Leak]:
     living = [(made, n) for made, n in living if not any(made is other for other in exempt)]
     if not living:
         return []
-    # What no path leads to holds the rest: a module its mesh, and a mesh its groups.
+    # The holders first: a module holds its mesh, and a mesh its groups.
     wanted = sorted([made for made, _ in reversed(living)], key=_depth)
     paths, within = find_paths(wanted, sys._getframe(1))
     leaks = []
@@ -85,7 +85,7 @@ def _depth(made: object) -> int:
 
 
 class Leftover(Leak):
-    """A `Leak` with the names that its fields had, for one release."""
+    """A `Leak` with the old names of its fields, for one release."""
 
     @property
     def what(self) -> str:

@@ -1,8 +1,8 @@
-"""Where the groups of an iteration meet: a store of its own, which the variables of torch point to.
+"""Where the groups of an iteration meet: each iteration has a store, which torch's variables point to.
 
-So a plain ``init_process_group(backend)`` starts afresh in each iteration, and no key of an earlier one is
-ever seen. The monitor of the iteration's active rank 0 opens the store before any rank enters: clients that
-connect before their server is there back off for half a second and more.
+So a plain ``init_process_group(backend)`` starts afresh in each iteration, and sees no key of an earlier one.
+The monitor of the iteration's active rank 0 opens the store before any rank enters. A client that connects
+before its server is there would back off for half a second and more.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ _STORE_TIMEOUT = timedelta(seconds=300)
 
 @contextlib.contextmanager
 def variables_restored() -> Iterator[None]:
-    """Afterwards the environment variables that the wrapper changes are as they were."""
+    """At its end, restores the environment variables that the wrapper changes."""
     saved = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
     try:
         yield
@@ -37,12 +37,12 @@ def point_to(host: str, port: int) -> None:
 
 
 def connect_to_store(n: int) -> PrefixStore:
-    """A client of the iteration's store, for the function's own use.
+    """Connects to the iteration's store, for the function's own use.
 
-    On that store, so that aborting the iteration frees anyone who waits there; and without trying again.
+    On this store the abort of the iteration frees every waiting thread. The client does not retry.
 
     Args:
-        n: the iteration.
+        n: number of the iteration.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     client = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT)

@@ -1,18 +1,18 @@
-"""NCCL's communicators from outside: their service threads are woken, blocked initializations freed.
+"""Ending NCCL's communicators from outside: waking service threads, freeing blocked initializations.
 
-A communicator has two service threads that wait in ``poll``, half a second each time, and its end waits for
-theirs. An abort sets a flag, which they read when they wake, and does not wake them; a destroy wakes one of
+A communicator has two service threads that wait in ``poll`` for half a second at a time, and its end waits
+for theirs. An abort sets a flag, which they read when they wake, and wakes neither. A destroy wakes one of
 them (``ncclProxyService``, ``ncclProxyServiceUDS`` and ``ncclProxyStop`` in src/proxy.cc, NCCL 2.19 to 2.30).
-On an H100 that was 500 of the 531 ms of a restart, for each communicator. So they are woken: the one that
-listens by a connection, closed at once, the other one by a datagram.
+On an H100 that was 500 of the 531 ms of a restart, for each communicator. So this module wakes them: the
+listening thread by a connection, closed at once, and the other one by a datagram.
 
-Which sockets these are, the kernel knows: such a thread is in ``poll`` with a timeout of 500 ms, and the last
-descriptor that it polls is the one. A communicator that goes on is never connected to: its thread would
-block in ``accept`` and serve no one (NCCL issue 1808). A datagram is harmless unless it is empty: then
+The kernel shows which sockets these are: such a thread is in ``poll`` with a timeout of 500 ms, and the last
+descriptor in its list is the socket. It never connects to a communicator that stays in use: the thread would
+block in ``accept`` and serve nobody (NCCL issue 1808). A datagram is harmless unless it is empty: then
 ``ncclIpcSocketRecvMsg`` reads a stale errno, and may retry for ever.
 
-An initialization waits for its peers in ``accept``, and torch's abort does not reach it. But ``accept`` on a
-socket that was shut down fails, and NCCL with it.
+An initialization waits for its peers in ``accept``, where torch's abort does not reach it. But ``accept``
+fails on a socket that was shut down, and so does NCCL.
 """
 
 import contextlib
@@ -33,21 +33,22 @@ from ..store.bounded import in_background
 from .sockets import bound_to, duplicate, shut_down, system_call, watched_by
 
 _SERVICE_PERIOD = 500  # milliseconds
-_DATAGRAMS = b"tmp/nccl-socket-"  # begins that socket's name, behind a byte
+_DATAGRAMS = b"tmp/nccl-socket-"  # start of the datagram socket's name, after one byte
 # poll, and ppoll, whose timeout is a pointer to seconds and nanoseconds
 _POLL, _PPOLL = {"x86_64": (7, 271), "aarch64": (None, 73)}.get(platform.machine(), (None, None))
-# Seconds from one waking to the next. One is enough for a rank alone on its host. Beside others the thread
-# has to wake once more after its communicator has said "stop": soon, so the pauses grow by half.
+# Seconds between two wake-ups. One wake-up is enough for a rank alone on its host. With other ranks on the
+# host, the thread has to wake once more, soon after its communicator has said "stop". So the pauses grow by
+# half.
 _PAUSES = tuple(0.001 * 1.5**n for n in range(15))
-# Where a thread is that makes a communicator: a group's first operation may be in a backward pass.
+# A thread that makes a communicator is in one of these: a group's first operation may be in a backward pass.
 _FOLDERS = tuple(f"{os.path.dirname(torch.__file__)}/{name}/" for name in ("distributed", "autograd"))
 
-_at_entry: set[int] | None = None  # inode numbers of what was open then; None: NCCL cannot be in use
-_aborts = 0  # since the entry
+_at_entry: set[int] | None = None  # inode numbers of the files open at entry; None: NCCL cannot be in use
+_aborts = 0  # number of aborts since the entry
 
 
 def mark_entry() -> None:
-    """Notes what is open as the function is entered: it is of no communicator that the function makes."""
+    """Notes the open files as the function is entered: none belongs to a communicator that it makes."""
     global _at_entry, _aborts
     is_needed = dist.is_nccl_available() or dist.Backend._plugins
     _at_entry, _aborts = _inodes(os.listdir("/proc/self/fd")) if is_needed else None, 0
@@ -58,7 +59,7 @@ def service_threads_awake(*, aborted: bool) -> Iterator[None]:
     """Within it, communicators end without the half second of their service threads.
 
     Args:
-        aborted: all that were made since the entry are being aborted; False: some are destroyed.
+        aborted: True if all communicators made since the entry are aborted, False if some are destroyed.
     """
     over = threading.Event()
     thread = in_background("waking NCCL's service threads", lambda: _wake_until(over, aborted))
@@ -66,15 +67,15 @@ def service_threads_awake(*, aborted: bool) -> Iterator[None]:
         yield
     finally:
         over.set()
-        thread.join()  # or it might meet the next iteration's communicators
+        thread.join()  # before the next iteration makes its communicators
 
 
 def free_pending_init() -> None:
     """Frees a thread that waits for a peer in NCCL's initialization or destroy, from the second abort on.
 
-    Call it at each abort of the iteration: the first one frees waits of any other kind. If a thread is in
-    torch.distributed, or in a backward pass, it shuts down the sockets that have begun to listen at one
-    address since the entry, unless they are Python's, a thread polls them, or an epoll has them.
+    Call it at each abort of the iteration; other waits end at the first abort. If a thread is in
+    ``torch.distributed`` or in a backward pass, it shuts down sockets that listen at one address since the
+    entry. It spares Python's sockets, and sockets in a thread's ``poll`` or in an epoll.
     """
     global _aborts
     _aborts += 1
@@ -82,7 +83,7 @@ def free_pending_init() -> None:
         return
     try:
         system_call(threading.get_native_id())
-    except OSError:  # the kernel does not tell who polls: whose sockets these are is not known
+    except OSError:  # the kernel does not show who polls, so nobody knows whose sockets these are
         return
     files = (place.file for frame in current_frames().values() for place in locations(frame))
     if not any(file.startswith(_FOLDERS) for file in files):
@@ -108,7 +109,7 @@ def _wake_until(over: threading.Event, aborted: bool) -> None:
 
 
 def _service_sockets() -> Iterator[tuple[str, int] | bytes]:
-    """Where NCCL's service threads that wait at this moment can be reached."""
+    """The addresses of NCCL's service threads that wait at this moment."""
     for polled, timeout in _polls():
         if timeout != _SERVICE_PERIOD or not polled:
             continue
@@ -124,19 +125,19 @@ def _wake(address: tuple[str, int] | bytes) -> None:
     inet = socket.AF_INET6 if isinstance(address, tuple) and ":" in address[0] else socket.AF_INET
     kind = (inet, socket.SOCK_STREAM) if isinstance(address, tuple) else (socket.AF_UNIX, socket.SOCK_DGRAM)
     with contextlib.suppress(OSError), socket.socket(*kind) as one:  # the thread may have ended
-        one.setblocking(False)  # on the same host it is connected at once
+        one.setblocking(False)  # on the same host it connects at once
         one.connect(address)
         one.send(b"\0")
 
 
 def _polls() -> Iterator[tuple[list[int], int]]:
-    """The descriptors that each thread polls at this moment, and for how many milliseconds; 0: for ever.
+    """The descriptors that each thread polls at this moment, and for how many milliseconds; 0 for ever.
 
-    Yields nothing where the kernel does not tell.
+    Yields nothing if the kernel does not show it.
     """
     with open("/proc/self/mem", "rb", buffering=0) as memory:
         for tid in os.listdir("/proc/self/task"):
-            # It may have ended, or left the call: to read its stack may fail then; a pointer would crash.
+            # The thread may have ended or left the call. Then `pread` fails; using the pointer would crash.
             with contextlib.suppress(OSError, struct.error):
                 number, array, count, timeout, *_ = system_call(int(tid)) or (None, 0, 0, 0)
                 if number is None or number not in (_POLL, _PPOLL):
@@ -149,7 +150,7 @@ def _polls() -> Iterator[tuple[list[int], int]]:
 
 
 def _polled() -> set[int]:
-    """Inode numbers of what threads poll, or have in an epoll."""
+    """Inode numbers of the files that threads poll, or that are in an epoll."""
     found = _inodes(fd for polled, _ in _polls() for fd in polled)
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # closed meanwhile

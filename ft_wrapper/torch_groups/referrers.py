@@ -1,7 +1,7 @@
-"""What refers to an object: a walk forward from the globals of modules, from frames, from threads.
+"""What refers to an object: a forward search from the globals of modules, from frames and from threads.
 
-The collector's own way back, ``gc.get_referrers``, finds neither ``{"dp": group}`` nor ``(group,)``: the
-collector does not track containers that hold only what C++ has made. Nor does it look at what was frozen.
+The collector's backward search, ``gc.get_referrers``, finds neither ``{"dp": group}`` nor ``(group,)``: the
+collector does not track containers that hold only objects of C++. Nor does it look at frozen objects.
 """
 
 import collections
@@ -26,20 +26,20 @@ _ATOMS = frozenset(
 _CODE = (type, types.FunctionType, types.BuiltinFunctionType)
 _OURS = f"{__package__.partition('.')[0]}.live"
 
-_Root = tuple[dict[str, Any], str, str]  # variables, and what a path from them begins and ends with
-_Parents = dict[int, Any]  # by the id of each object that was come to: what holds it; None where a walk began
+_Root = tuple[dict[str, Any], str, str]  # variables, and the start and end of a path's description from them
+_Parents = dict[int, Any]  # the holder of each visited object, by its id; None where the search began
 
 
 def find_paths(wanted: Collection[object], caller: FrameType) -> tuple[dict[int, str], set[int]]:
-    """Walks through all objects of the process.
+    """Finds paths to objects, among all objects of the process.
 
     Args:
-        wanted: what is searched for; what may hold others comes before these.
-        caller: the frame, with its callers, of the thread that searches.
+        wanted: the objects to find; those that may hold others come first.
+        caller: frame of the searching thread; the search covers this frame and its callers.
 
     Returns:
-        By the ids of the objects, the paths that were found; and the ids of those to which the only paths
-        found lead through others.
+        The paths found, by the id of the object; and the ids of objects that were only found through other
+        wanted objects.
     """
     ids = set(map(id, wanted))
     roots: dict[int, _Root] = {}
@@ -54,7 +54,7 @@ def find_paths(wanted: Collection[object], caller: FrameType) -> tuple[dict[int,
         name = next((name for name, value in list(variables.items()) if value is chain[0]), "…")
         paths[id(thing)] = before + name + _describe(chain) + after
     inner = _reach(found, ids, parents)
-    for thing in wanted:  # what no path leads to may still hold others
+    for thing in wanted:  # an object without a path may still hold others
         if id(thing) not in parents:
             parents[id(thing)] = None
             inner += _reach([thing], ids, parents)
@@ -62,21 +62,21 @@ def find_paths(wanted: Collection[object], caller: FrameType) -> tuple[dict[int,
 
 
 def reached_by_data(holders: Collection[object], wanted: Collection[object]) -> tuple[list[Any], _Parents]:
-    """What is held by a path through data alone, not through classes, functions and modules.
+    """Finds objects that are held through data alone, not through classes, functions and modules.
 
     Args:
-        holders: what may hold it.
-        wanted: what is looked for.
+        holders: the objects that may hold them.
+        wanted: the objects to find.
 
     Returns:
-        What of it is held; and by the id of each object that was come to, what holds it.
+        The wanted objects that are held; and the holder of each visited object, by its id.
     """
     parents: _Parents = {id(sys.modules): None, **{id(variables): None for variables, *_ in _modules()}}
     return _reach(holders, set(map(id, wanted)), parents), parents
 
 
 def cycle_of(thing: object) -> str | None:
-    """The path from a thing through data to itself; None if there is none."""
+    """The path from an object through data to itself; None if there is none."""
     found, parents = reached_by_data([thing], [thing])
     return type(thing).__name__ + _describe(_chain(thing, parents, {id(thing)})) if found else None
 
@@ -84,14 +84,14 @@ def cycle_of(thing: object) -> str | None:
 def _reach(
     holders: Iterable[Any], wanted: Collection[int], parents: _Parents, *, within: bool = True
 ) -> list[Any]:
-    """Walks, short paths first, to what is not yet in ``parents``, and notes it there.
+    """Visits the objects that are not yet in ``parents``, short paths first, and adds them to it.
 
     Args:
-        holders: where it begins.
-        wanted: ids of what is searched for.
+        holders: the objects to begin at.
+        wanted: ids of the objects to find.
         parents: see `_Parents`.
-        within: walk through data alone, and past wanted objects; else walk through code, too, whose globals
-            are its module's, and stop at wanted objects.
+        within: whether to go through data alone, and past wanted objects; if not, it goes through code, too,
+            which leads to its module's globals, and stops at wanted objects.
 
     Returns:
         The wanted objects that were reached.
@@ -101,7 +101,7 @@ def _reach(
     while queue:
         holder = queue.popleft()
         for child in gc.get_referents(holder):
-            kind = type(child)  # not isinstance(): a proxy would be asked, and run its code
+            kind = type(child)  # not isinstance(), which would run a proxy's code
             if kind in _ATOMS or id(child) in parents or (within and issubclass(kind, _CODE)):
                 continue
             parents[id(child)] = holder
@@ -113,7 +113,7 @@ def _reach(
     return found
 
 
-# ---- where a walk may begin
+# ---- where a search may begin
 
 
 def _modules() -> Iterator[_Root]:
@@ -132,7 +132,8 @@ def _locals(caller: FrameType) -> Iterator[_Root]:
     for thread, frame in innermost.items():
         while frame is not None:
             code, module = frame.f_code, str(frame.f_globals.get("__name__"))
-            # A module's are its globals. A live state's helpers hold for a moment what is exempt.
+            # Not a module's frame, whose variables are its globals; nor a live state's helpers, which hold
+            # exempt objects for a moment.
             if code.co_flags & inspect.CO_OPTIMIZED and not module.startswith(_OURS):
                 place = f"{code.co_name} ({os.path.basename(code.co_filename)}:{frame.f_lineno})"
                 name = names.get(thread, thread)
@@ -144,8 +145,8 @@ def _read(frame: FrameType) -> dict[str, Any]:
     """A frame's local variables."""
     copy = frame.f_locals
     found = dict(copy)
-    # Before Python 3.13 the copy stays in the frame, and would keep what they were until the frame ends. Not
-    # emptied if someone has it from ``locals()``, nor where a debugger is about to write it back.
+    # Before Python 3.13 the copy stays in the frame, and would keep old values until the frame ends. It is
+    # not cleared if somebody has it from ``locals()``, or if a debugger is about to write it back.
     if sys.version_info < (3, 13) and frame.f_trace is None and sys.getrefcount(copy) == 3:
         copy.clear()
     return found
@@ -155,7 +156,7 @@ def _read(frame: FrameType) -> dict[str, Any]:
 
 
 def _chain(thing: object, parents: _Parents, roots: Collection[int]) -> list[Any]:
-    """From where the path to a thing begins up to the thing."""
+    """The objects on the path to one, from the start of the path to the object itself."""
     chain = [thing, parents[id(thing)]]
     while id(chain[-1]) not in roots:
         chain.append(parents[id(chain[-1])])
@@ -163,12 +164,12 @@ def _chain(thing: object, parents: _Parents, roots: Collection[int]) -> list[Any
 
 
 def _describe(chain: list[Any]) -> str:
-    """How the first object of a chain leads to its last one, as a reader of the program would write it."""
+    """Describes how the first object of a chain leads to the last one, as a Python expression would."""
     words, holder = "", chain[0]
     for child in chain[1:]:
         name = _attribute(holder, child)
         is_of_class = name is None and issubclass(type(holder), type) and type(child) is dict
-        if child is not _dict_of(holder) and not is_of_class:  # else the next step has the attribute's name
+        if child is not _dict_of(holder) and not is_of_class:  # otherwise the next step names the attribute
             words += _step(holder, child) if name is None else f".{name}"
             holder = child
     return words
@@ -190,8 +191,8 @@ def _attribute(holder: Any, child: Any) -> str | None:
             return str(name)
     for owner in type(holder).__mro__:
         for name, member in list(vars(owner).items()):
-            if type(member) is types.MemberDescriptorType:  # a slot, or what a builtin calls so
-                with contextlib.suppress(AttributeError):  # it is empty
+            if type(member) is types.MemberDescriptorType:  # a slot, or a builtin's member
+                with contextlib.suppress(AttributeError):  # the slot is empty
                     if member.__get__(holder) is child:
                         return name
     return None

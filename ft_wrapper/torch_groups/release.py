@@ -1,15 +1,15 @@
 """Destroying process groups between two iterations, without the deadlock that torch has there.
 
-A gloo group's destructor waits for the group's threads; these need the interpreter's lock to drop the tensors
-of a failed collective. When the last reference to a group is held by C++ (the reducer inside a
-``DistributedDataParallel``), that destructor runs with the lock held, and both wait for ever. When the last
-reference is one of Python's, torch releases the lock first. So Python references to every group and backend
-are kept until the groups' threads have nothing left to do, and a background thread drops them: joining gloo's
-threads takes about 10 ms a group, too long for a restart.
+A gloo group's destructor waits for the group's threads. These need the GIL to drop the tensors of a failed
+collective. If C++ holds the last reference to a group (the reducer inside a ``DistributedDataParallel``), the
+destructor runs with the GIL held, and both wait for ever. If Python holds the last reference, torch releases
+the GIL first. So Python references to every group and backend are kept until the groups' threads are idle.
+Then a background thread drops them: joining gloo's threads takes about 10 ms per group, too long for a
+restart.
 
-Most scripts call ``destroy_process_group`` in their last line, before the function's frame drops the model:
-three ranks that did so, without any fault, hung in nearly every call. So that function is taken over while
-the wrapped one runs.
+Most scripts call ``destroy_process_group`` in their last line, before the function's frame drops the model.
+Three ranks that did so, without any fault, hung in nearly every call. So while the wrapped function runs,
+``destroy_process_group`` is replaced.
 """
 
 import contextlib
@@ -29,33 +29,33 @@ from .sockets import POLLS, named_threads, system_call
 
 log = logging.getLogger(__name__)
 _WORKER_NAME = "pt_gloo_runloop"
-# Twice as long as a thread that wants the interpreter's lock sleeps between two attempts, and more.
+# More than twice as long as a thread that wants the GIL sleeps between two attempts.
 _IDLE_CHECK = 0.02
 _IDLE_LIMIT = 5.0
 
-_to_drop: list[list[Any]] = []  # references to released groups, while a thread runs that drops them
+_to_drop: list[list[Any]] = []  # references to released groups; empty while no thread drops them
 _dropping = threading.Lock()
-_background: list[threading.Thread] = []  # that thread, or the last one
+_background: list[threading.Thread] = []  # the dropping thread, running or ended
 _torchs_destroy: Any = None
 
 
 def release_process_groups(*, aborted: bool = False, kept: Any = None) -> None:
     """Destroys all process groups and resets what ``torch.distributed`` remembers of them.
 
-    Call it in the thread that ran the function, after that has left and `AbortTorchDistributed` has returned.
-    Afterwards ``is_initialized()`` is False and group names count from 0 again, also when
-    ``init_process_group`` was interrupted half-way. The groups' threads and sockets end in the background:
-    `wait_for_released_groups`. Does nothing where ``torch.distributed`` was not used. Raises nothing: what
-    fails is logged.
+    Call it in the thread that ran the function, after the function has left and `AbortTorchDistributed` has
+    returned. Afterwards ``is_initialized()`` is False and group names count from 0 again, even if
+    ``init_process_group`` was interrupted half-way. The groups' threads and sockets end in the background;
+    `wait_for_released_groups` waits for them. If ``torch.distributed`` was not used, it does nothing. It
+    raises nothing, but logs what fails.
 
     Args:
-        aborted: the function was interrupted. Groups that NCCL has not finished with are aborted, not waited
-            for: a peer may be gone. False lets operations in flight come to their end.
-        kept: the default group, if it is to stay; then all others are destroyed.
+        aborted: whether the function was interrupted. Then groups are aborted, without waiting for their
+            operations, since a peer may be gone. If False, operations in flight are completed.
+        kept: the default group, if it is to stay; all other groups are destroyed.
     """
     world, names = c10d._world, c10d._world.pg_names
     references = _references(world, kept)
-    groups = [world.default_pg] if world.default_pg is not None else []  # all others go with it
+    groups = [world.default_pg] if world.default_pg is not None else []  # it takes all others with it
     if kept is not None:
         groups = sorted(set(names) - {kept}, key=lambda each: str(names[each]), reverse=True)
     for group in groups:
@@ -63,7 +63,7 @@ def release_process_groups(*, aborted: bool = False, kept: Any = None) -> None:
             _destroy(group, aborted)
         except Exception:
             log.warning("torch.distributed could not destroy %r", group, exc_info=True)
-    world.group_count = 1  # names of new groups begin behind the kept one's
+    world.group_count = 1  # new groups are named after the kept one
     try:
         if kept is None:
             _reset_tables()
@@ -79,17 +79,17 @@ def release_process_groups(*, aborted: bool = False, kept: Any = None) -> None:
 def taking_over_destroy() -> Iterator[None]:
     """Within it, ``destroy_process_group`` releases groups as `release_process_groups` does.
 
-    For its caller they are gone at once, as always: operations in flight come to their end, and a new
-    ``init_process_group`` works. Names of new groups do not begin at 0 again: they meet in the same store,
-    where what the destroyed ones have written still is.
+    For the caller nothing changes: operations in flight are completed, and then a new ``init_process_group``
+    works. Names of new groups do not begin at 0 again, since the new groups use the same store, which still
+    has the keys of the destroyed ones.
 
-    Its code is replaced, not the name: scripts import that before the call.
+    The function's code is replaced, not its name, since scripts import the name before the call.
     """
     global _torchs_destroy
     destroy: Any = c10d.destroy_process_group
     ours = _in_the_place_of_destroy.__code__
     if not isinstance(destroy, types.FunctionType) or destroy.__closure__ or destroy.__code__ is ours:
-        yield  # another program has put its own there; or this is a call within another one
+        yield  # another program has replaced the function; or this call is inside another one
         return
     code = destroy.__code__
     _torchs_destroy = types.FunctionType(code, destroy.__globals__, destroy.__name__, destroy.__defaults__)
@@ -101,7 +101,7 @@ def taking_over_destroy() -> Iterator[None]:
 
 
 def _in_the_place_of_destroy(group: Any = None) -> None:
-    import ft_wrapper.torch_groups.release  # it runs among the names of torch's module
+    import ft_wrapper.torch_groups.release  # this code runs with the globals of torch's module
 
     ft_wrapper.torch_groups.release.destroy_and_release(group)
 
@@ -110,7 +110,7 @@ def destroy_and_release(group: Any) -> None:
     """What ``destroy_process_group`` does within `taking_over_destroy`.
 
     Args:
-        group: as there.
+        group: the ``group`` of ``destroy_process_group``.
     """
     world = c10d._world
     references, count = _references(world, None), world.group_count
@@ -123,13 +123,13 @@ def destroy_and_release(group: Any) -> None:
 
 
 def wait_for_released_groups(timeout: float = 10.0) -> bool:
-    """Waits until the groups that were released are gone, with their threads and sockets.
+    """Waits until released groups are gone, with their threads and sockets.
 
     Args:
-        timeout: seconds.
+        timeout: seconds to wait for each.
 
     Returns:
-        False when some are still there; a warning says so.
+        Whether they are gone; if not, a warning is logged.
     """
     for thread in list(_background):
         thread.join(timeout)
@@ -140,13 +140,13 @@ def wait_for_released_groups(timeout: float = 10.0) -> bool:
 
 
 def _destroy(group: Any, aborted: bool) -> None:
-    """Destroys a group, or all with the default one; aborted ones are not waited for."""
+    """Destroys a group, or all groups with the default one. It does not wait for aborted groups."""
     if not aborted:
         with _destroying():
             c10d.destroy_process_group(group)
     elif hasattr(group, "abort") or "nccl" in str(c10d._world.pg_backend_config.get(group)):
         c10d._abort_process_group(group)
-    # Else it is torch 2.6, which would say at each restart that there is nothing to abort.
+    # Otherwise it is torch 2.6, which would log at each restart that there is nothing to abort.
 
 
 def _destroying() -> contextlib.AbstractContextManager[None]:
@@ -154,14 +154,14 @@ def _destroying() -> contextlib.AbstractContextManager[None]:
 
 
 def _references(world: Any, kept: Any) -> list[Any]:
-    """Every group, its store and its backends, as Python objects; but not the one that stays."""
+    """Every group except the kept one, its store and its backends, as Python objects."""
     references: list[Any] = []
     for group, value in list(world.pg_map.items()):
         if group is kept:
             continue
         references.append((group, value))
         tracker.current.track(group)
-        with contextlib.suppress(Exception):  # it has no backend
+        with contextlib.suppress(Exception):  # the group has no backend
             references.extend(group._get_backend(device) for device in group._device_types)
     return references
 
@@ -178,13 +178,13 @@ def _reset_tables() -> None:
         for name in tables.split():
             getattr(world, name).clear()
         c10d._unregister_all_process_groups()
-    # Names are made from this counter. Left raised, it makes them differ between ranks, and the next
-    # init_process_group waits for ever.
+    # torch makes group names from this counter. Left as it is, it would make names that differ between ranks,
+    # and the next init_process_group would wait for ever.
     world.group_count = 0
 
 
 def _unhook() -> None:
-    """Takes off the ``sys.excepthook`` that each ``init_process_group`` puts around the last one."""
+    """Removes the hooks that each ``init_process_group`` wraps around ``sys.excepthook``."""
     hook: Any = sys.excepthook
     torchs = (c10d.__name__, "_distributed_excepthook")
     while (getattr(hook, "__module__", None), getattr(hook, "__name__", None)) == torchs:
@@ -195,7 +195,7 @@ def _unhook() -> None:
 
 
 def _drop_meshes() -> None:
-    """Forgets meshes of dead groups: an active one, and torch < 2.8's tables of sub-meshes."""
+    """Drops meshes of dead groups: the active meshes, and torch < 2.8's tables of sub-meshes."""
     device_mesh: Any = sys.modules.get("torch.distributed.device_mesh")
     resources = getattr(device_mesh, "_mesh_resources", None)
     older = "child_to_root_mapping root_to_flatten_mapping flatten_name_to_root_dims"
@@ -204,10 +204,10 @@ def _drop_meshes() -> None:
 
 
 def _drop_in_background(references: list[Any]) -> None:
-    """Has a thread drop them: the one that runs, if there is one, for a function may destroy many groups."""
+    """Has a thread drop references. One thread for all, since a function may destroy many groups."""
     with _dropping:
         _to_drop.append(references)
-        if len(_to_drop) == 1:  # else it comes to them
+        if len(_to_drop) == 1:  # otherwise the running thread drops these, too
             _background[:] = [in_background("release-groups", _drop_all)]
 
 
@@ -216,8 +216,8 @@ def _drop_all() -> None:
     while not is_done:
         batch = _to_drop[:]
         try:
-            # The others' go at once: they may hold memory of the device, and none of their threads wants
-            # the interpreter's lock.
+            # References to other backends' groups are dropped at once: they may hold memory of the device,
+            # and none of their threads wants the GIL.
             gloos = [each for references in batch for each in references if is_gloo(each)]
             for references in batch:
                 references.clear()
@@ -231,10 +231,10 @@ def _drop_all() -> None:
 
 
 def _wait_until_idle(tids: list[int]) -> None:
-    """Waits until no such thread runs or wants the interpreter's lock.
+    """Waits until none of some threads runs or wants the GIL.
 
-    One that wants it wakes every few milliseconds to ask for it, and the kernel counts that. One that has
-    nothing to do sleeps. Groups made in the meantime may be among them and be busy: hence the limit.
+    A thread that wants the GIL wakes every few milliseconds to ask for it, and the kernel counts that. An
+    idle thread sleeps. Threads of newer groups may be among them and be busy: hence the limit.
     """
     deadline = time.monotonic() + _IDLE_LIMIT
     interval = max(_IDLE_CHECK, 4 * sys.getswitchinterval())
@@ -248,12 +248,13 @@ def _wait_until_idle(tids: list[int]) -> None:
 
 
 def _activity(tid: int) -> list[str]:
-    """State and context switches of a thread; nothing once it has ended, or while it waits for descriptors.
+    """State and context switches of a thread; empty once it has ended, or while it waits for descriptors.
 
-    No thread of a group does that. Others do, where threads have no names: gloo's loops wake every 10 ms.
+    No worker thread of a group waits for descriptors. But if threads have no names, gloo's loops are among
+    them, which wake every 10 ms.
     """
     found = []
-    with contextlib.suppress(OSError):  # it has ended; or this kernel does not tell what it waits in
+    with contextlib.suppress(OSError):  # the thread has ended, or this kernel does not show its call
         with open(f"/proc/self/task/{tid}/status", encoding="utf-8", errors="replace") as status:
             found = [line for line in status if line.startswith(("State:", "voluntary_", "nonvoluntary_"))]
         if (system_call(tid) or (None,))[0] in POLLS:

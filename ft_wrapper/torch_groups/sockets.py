@@ -1,8 +1,7 @@
-"""Sockets that C++ has opened in this process, found by what the kernel tells of its threads.
+"""Sockets that C++ has opened in this process, found by what the kernel shows of its threads.
 
-Python's own ``socket.socket(fileno=…)`` is no use for ending them: where ``socket.setdefaulttimeout`` was
-called, it makes the descriptor non-blocking, and with it every duplicate, the owner's included. These are the
-plain system calls.
+Plain system calls end them, not Python's ``socket.socket(fileno=…)``: after ``socket.setdefaulttimeout``,
+that makes the descriptor non-blocking, and with it every duplicate, the owner's included.
 """
 
 import contextlib
@@ -39,24 +38,24 @@ def named_threads(name: str) -> list[int]:
     found = []
     wanted = name.encode() + b"\n"
     for tid in os.listdir("/proc/self/task"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
             if _read_of_thread(tid, "comm") == wanted:
                 found.append(int(tid))
     return found
 
 
 def system_call(tid: int) -> tuple[int, ...] | None:
-    """Returns the system call that a thread of this process waits in, by number, and its six arguments.
+    """Returns the system call that a thread of this process waits in.
 
     Args:
         tid: the thread's id.
 
     Returns:
-        None while it runs.
+        The number of the call and its six arguments; None while the thread runs.
 
     Raises:
-        ProcessLookupError: it has ended.
-        OSError: this kernel does not tell.
+        ProcessLookupError: the thread has ended.
+        OSError: this kernel does not show it.
     """
     try:
         words = _read_of_thread(tid, "syscall").split()
@@ -67,12 +66,12 @@ def system_call(tid: int) -> tuple[int, ...] | None:
     if not words:
         raise ProcessLookupError(f"thread {tid} has ended")
     if len(words) < 7:
-        return None  # running; or it waits, but in no call: -1
+        return None  # it runs, or waits outside of a call (-1)
     return int(words[0]), *(int(word, 16) for word in words[1:7])
 
 
 def _read_of_thread(tid: int | str, what: str) -> bytes:
-    # Not `open`, which takes three times as long: this is a part of every restart.
+    # Not `open`, which takes three times as long: every restart does this.
     fd = os.open(f"/proc/self/task/{tid}/{what}", os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.read(fd, _ENOUGH)
@@ -81,7 +80,7 @@ def _read_of_thread(tid: int | str, what: str) -> bytes:
 
 
 def watched_by(epoll: int) -> list[tuple[int, int]]:
-    """Descriptors and inode numbers that an epoll descriptor watches."""
+    """The descriptors, with inode numbers, that an epoll descriptor watches."""
     with open(f"/proc/self/fdinfo/{epoll}", encoding="ascii") as file:
         return [(int(fd), int(inode, 16)) for fd, inode in _WATCHED.findall(file.read())]
 
@@ -91,16 +90,15 @@ def watched_by(epoll: int) -> list[tuple[int, int]]:
 
 @contextlib.contextmanager
 def duplicate(fd: int, inode: int | None = None, *, listening: bool = False) -> Iterator[int | None]:
-    """Holds a duplicate of a socket, so that no one can put another file in its place meanwhile.
+    """Holds a duplicate of a socket, so that no other file can take its place meanwhile.
 
     Args:
-        fd: file descriptor, as it was seen; it may be closed or stand for another file by now.
-        inode: the socket's inode number, where it is known.
-        listening: whether it is to be a listening socket; otherwise it is to be none.
+        fd: file descriptor, as it was seen; by now it may be closed or another file's.
+        inode: the socket's inode number; None if unknown.
+        listening: whether the socket has to be a listening one, or must not be one.
 
     Returns:
-        A context manager giving the duplicate; None where ``fd`` is closed, or something else than is said
-        above.
+        A context manager that gives the duplicate, or None if ``fd`` is closed or no such socket.
     """
     try:
         held = os.dup(fd)
@@ -120,7 +118,7 @@ def shut_down(fd: int, how: int) -> None:
 
     Args:
         fd: file descriptor of a connected or connecting socket. It stays open.
-        how: ``SHUT_RDWR`` wakes the other end as well; of ``SHUT_RD`` that learns nothing.
+        how: ``SHUT_RDWR``, which wakes the other end, too, or ``SHUT_RD``, which the other end cannot notice.
 
     Raises:
         OSError: the system call failed otherwise.
@@ -133,13 +131,12 @@ def shut_down_clients(host: str, port: int) -> None:
     """Shuts down this process's connections to a server. No other socket is touched.
 
     Args:
-        host: name or address of the server. A name is looked up, once, when there is a connection to
-            the port.
+        host: name or address of the server. A name is looked up once, if there is a connection to the port.
         port: the server's TCP port.
     """
     for name in os.listdir("/proc/self/fd"):
         if not _is_client_of(int(name), host, port):
-            continue  # most are not; only what looks right is held, and looked at again
+            continue  # most are not; only a likely one is duplicated and checked again
         with duplicate(int(name)) as fd:
             if fd is not None and _is_client_of(fd, host, port):
                 shut_down(fd, socket.SHUT_RDWR)
@@ -148,15 +145,15 @@ def shut_down_clients(host: str, port: int) -> None:
 def _is_client_of(fd: int, host: str, port: int) -> bool:
     named = _sockaddr(_libc.getpeername, fd)
     if named is None or named[2:4] != port.to_bytes(2, "big"):
-        return False  # of nearly all descriptors, in every restart: nothing more is made of them
+        return False  # nearly all descriptors, at every restart: so this check comes first
     return _address(named) in _addresses(host)
 
 
 def bound_to(fd: int) -> tuple[str, int] | bytes | None:
-    """Returns what a socket is bound to: address and port, or the name of a local one; None for others.
+    """Returns what a socket is bound to: address and port, or the name of a Unix socket; None for others.
 
     Args:
-        fd: its file descriptor.
+        fd: the socket's file descriptor.
     """
     named = _sockaddr(_libc.getsockname, fd)
     if named is None:
@@ -176,13 +173,13 @@ def _listens(fd: int) -> bool:
 
 
 def _sockaddr(call: Callable[..., int], fd: int) -> bytes | None:
-    """The ``struct sockaddr`` that ``getpeername`` or ``getsockname`` gives; None where there is none."""
+    """The ``struct sockaddr`` from ``getpeername`` or ``getsockname``; None if the call fails."""
     buffer, size = _Sockaddr(), ctypes.c_uint32(ctypes.sizeof(_Sockaddr))
     return buffer.raw[: size.value] if call(fd, buffer, ctypes.byref(size)) == 0 else None
 
 
 def _address(named: bytes) -> str | None:
-    """The address in a ``struct sockaddr``; None if it is of neither family of the internet."""
+    """The address in a ``struct sockaddr``; None if it is neither IPv4 nor IPv6."""
     family = int.from_bytes(named[:2], sys.byteorder)
     if family not in (socket.AF_INET, socket.AF_INET6):
         return None
@@ -206,5 +203,5 @@ def _addresses(host: str) -> frozenset[str]:
 @functools.lru_cache(maxsize=64)
 def _look_up(host: str) -> frozenset[str]:
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    # The last part of a link-local IPv6 address ("%eth0") is not in what the kernel reports.
+    # The kernel reports a link-local IPv6 address without its last part ("%eth0").
     return frozenset(_plain(ipaddress.ip_address(str(entry[4][0]).partition("%")[0])) for entry in found)

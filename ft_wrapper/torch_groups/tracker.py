@@ -1,12 +1,11 @@
-"""Tracking what belongs to one iteration: meshes, process groups, wrapped modules.
+"""Tracking objects that belong to one iteration: meshes, process groups, wrapped modules.
 
-Weak references to them, taken when they are made, tell after a restart what is still alive. Asking the
-collector for all objects would not: what ``gc.freeze`` froze is in none of its lists.
+Weak references, taken when the objects are made, show after a restart which of them are still alive. The
+collector could not show it: it does not list objects that ``gc.freeze`` froze.
 
-Each kind is noticed where that costs a training step nothing. Meshes are made by one method, which is wrapped
-for the length of a call. Groups are tracked when they are released. ``DistributedDataParallel`` and FSDP1,
-whenever they are imported, register the module that they wrap, and torch calls a hook then. FSDP2 keeps weak
-references of its own.
+Tracking costs a training step nothing. Meshes are made by one method, which is wrapped during a call. Groups
+are tracked when they are released. ``DistributedDataParallel`` and FSDP1 register the module that they wrap,
+and torch then calls a hook. FSDP2 keeps its own weak references.
 """
 
 import collections
@@ -25,7 +24,7 @@ from . import nccl
 
 log = logging.getLogger(__name__)
 
-# Classes that wrap a module, by the name that they register it under. FSDP1's may not be imported.
+# Classes that wrap a module, by the name under which they register it. FSDP1's may not be imported.
 _WRAPPERS = {
     "module": "torch.nn.parallel.distributed.DistributedDataParallel",
     "_fsdp_wrapped_module": "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel",
@@ -33,15 +32,15 @@ _WRAPPERS = {
 
 
 class Tracker:
-    """What this process has made in the iterations of one wrapped call.
+    """The objects that this process has made in the iterations of one wrapped call.
 
     Attributes:
-        exempt_holders: what these hold, in whatever way, survives iterations on purpose: live states.
+        exempt_holders: objects such as live states: all that they hold survives iterations on purpose.
     """
 
     def __init__(self) -> None:
-        self.exempt_holders: dict[int, Any] = {}  # by their id
-        # Weak references, by their id, with the iteration in which the object was made.
+        self.exempt_holders: dict[int, Any] = {}  # by id
+        # Weak references, by id, with the iteration that made the object.
         self._tracked: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._iteration = 0
         self._last_count = 0
@@ -50,18 +49,18 @@ class Tracker:
     def open(self) -> None:
         """Starts tracking."""
         self._track_objects_of(DeviceMesh, "__init__")
-        if "__setstate__" in vars(DeviceMesh):  # a loaded checkpoint's, or a copy
+        if "__setstate__" in vars(DeviceMesh):  # for copies, and meshes in a loaded checkpoint
             self._track_objects_of(DeviceMesh, "__setstate__")
         register: Any = register_module_module_registration_hook
         self._hooks.callback(register(self._track_wrapper).remove)
 
     def close(self) -> None:
-        """Stops tracking. What is tracked stays so, as long as it lives."""
+        """Stops tracking new objects. Tracked ones stay tracked as long as they live."""
         self._hooks.close()
         self.exempt_holders = {}
 
     def enter(self, iteration: int) -> None:
-        """Begins an iteration: what is made from now on belongs to it."""
+        """Begins an iteration: objects made from now on belong to it."""
         nccl.mark_entry()
         self._track_sharded_modules()
         self._iteration = iteration
@@ -73,21 +72,21 @@ class Tracker:
         tracked[id(reference)] = reference, self._iteration
 
     def exempt(self, holder: Any) -> Any:
-        """Exempts what an object holds, in whatever way; returns that object."""
+        """Exempts all that an object holds; returns this object."""
         return self.exempt_holders.setdefault(id(holder), holder)
 
     def earlier(self) -> list[tuple[Any, int]]:
-        """What lives of iterations before the present one, with their numbers, the oldest first."""
+        """The living objects of earlier iterations, with the iterations' numbers, the oldest first."""
         self._track_sharded_modules()
         pairs = [(reference(), n) for reference, n in list(self._tracked.values())]
         return [(made, n) for made, n in pairs if made is not None and n < self._iteration]
 
     def warn(self) -> None:
-        """At the end of an iteration, warns of what lives of earlier ones, each time that it is more.
+        """At the end of an iteration, warns if more objects of earlier iterations are alive than before.
 
         Process groups do not count: they end in the background, up to 40 ms after a restart, and a quick
-        second restart would warn of what is about to go. Nor does anything while there is a live state: it
-        makes sharded modules again, and the old ones may wait for the collector.
+        second restart would warn of groups about to end. With a live state nothing counts: it makes sharded
+        modules again, and the old ones may wait for the collector.
         """
         earlier = self.earlier() if not self.exempt_holders else []
         kinds = collections.Counter(kind_of(made) for made, _ in earlier)
@@ -100,7 +99,7 @@ class Tracker:
             log.warning(words, said)
 
     def _track_objects_of(self, owner: Any, name: str) -> None:
-        """Wraps a method that makes objects of a class, until the end."""
+        """Wraps a method that makes objects of a class, until `close`."""
         original = getattr(owner, name)
 
         @functools.wraps(original)
@@ -109,7 +108,7 @@ class Tracker:
             return original(made, *arguments, **options)
 
         def put_back() -> None:
-            if vars(owner).get(name) is wrapped:  # else another program has put its own around it
+            if vars(owner).get(name) is wrapped:  # otherwise another program has wrapped it, too
                 setattr(owner, name, original)
 
         setattr(owner, name, wrapped)
@@ -121,7 +120,7 @@ class Tracker:
             self.track(module)
 
     def _track_sharded_modules(self) -> None:
-        """Those of FSDP2, of which torch keeps weak references. After a collection next to none are left."""
+        """Tracks FSDP2's modules, which torch lists by weak references. A collection leaves next to none."""
         composable = sys.modules.get("torch.distributed._composable_state")
         modules = list(getattr(composable, "_module_state_mapping", ()))
         known = {id(reference()) for reference, _ in list(self._tracked.values())} if modules else set()
@@ -130,12 +129,12 @@ class Tracker:
                 self.track(module)
 
 
-#: That of the present call, or of the last one.
+#: The tracker of the current call, or of the last one.
 current = Tracker()
 
 
 def begin_tracking() -> Tracker:
-    """Begins a call's."""
+    """Makes the tracker of a call, and starts tracking."""
     global current
     current = Tracker()
     current.open()

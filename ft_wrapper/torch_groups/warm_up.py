@@ -1,10 +1,10 @@
-"""What a process would do at its first training step, done before: by spares, while they wait.
+"""Warming up: spares do what torch leaves to the first training step, while they wait.
+
+Most of that is one import, of torch's compiler, which the first optimizer or `DistributedDataParallel` object
+needs. It takes a second, or several on a busy machine. A spare that takes a lost rank's place would be that
+late with its first step, and delay all the others.
 
 The replacement of a lost process creates its device's context before it joins, while the survivors abort.
-
-Torch leaves much to the first use. Most of it is one import, of its compiler, which the first optimizer or
-`DistributedDataParallel` object needs: a second, and several on a busy machine. A spare that takes a lost
-rank's place would be that late with its first step, and all the others with it.
 """
 
 import contextlib
@@ -28,30 +28,30 @@ log = logging.getLogger(__name__)
 _LAZY_MODULES = ("sympy", "torch.distributed.fsdp", "torch._dynamo")
 
 _early: list[threading.Thread] = []
-# Events, not the thread: Python 3.11 takes a thread for ended if its join was interrupted.
+# Events, not the thread's `join`: after an interrupted join, Python 3.11 takes the thread for ended.
 _imports_begun, _imports_through = threading.Event(), threading.Event()
-#: What has run, or failed, in this process.
+#: The parts that have run, or failed, in this process.
 _done: list[Callable[[], object]] = []
 
 
 def warm_up(users: Callable[[], object] | None, is_interrupted: Callable[[], bool]) -> None:
-    """Does what was not done yet in this process. What fails is logged and not tried again.
+    """Runs the parts that have not run in this process. A part that fails is logged and not tried again.
 
     Args:
-        users: the user's own part.
-        is_interrupted: whether an exception comes of the caller's being made to leave: that part begins again
-            the next time.
+        users: the user's own part; None if there is none.
+        is_interrupted: whether the caller is being made to leave. Then an exception of a part counts as
+            caused by that, and the part runs again the next time.
 
     Raises:
-        Exception: one that came of that.
-        BaseException: whatever else the user's part raises.
+        Exception: an exception of a part while the caller is being made to leave.
+        BaseException: whatever the user's part raises that is no ``Exception``.
     """
     if not _imports_begun.is_set():
-        # In a thread: an import cannot be cut short, and the caller may be made to leave.
+        # In a thread, since the caller may be made to leave, and an import cannot be cut short.
         in_background("importing what torch imports late", _import)
         _imports_begun.wait()
     await_imports()
-    # Last what depends on the device: the user's part may have chosen it.
+    # The user's part first, since it may choose the device that the others use.
     for part in (users, _train, _reduce_alone):
         if part is None or part in _done:
             continue
@@ -62,7 +62,7 @@ def warm_up(users: Callable[[], object] | None, is_interrupted: Callable[[], boo
         except Exception as error:
             if is_interrupted():
                 raise
-            _done.append(part)  # before it is said, or an interruption between the two has it said again
+            _done.append(part)  # before the log line, or an interruption between both would repeat it
             words = "%s failed: this spare waits all the same, and may be late with its first step"
             log.warning(words, "warm_up" if part is users else "warming torch", exc_info=error)
             forget_frames(error)
@@ -71,7 +71,7 @@ def warm_up(users: Callable[[], object] | None, is_interrupted: Callable[[], boo
 
 
 def announce_cuda(store: Operations) -> None:
-    """Tells the replacements of lost processes that CUDA is in use. Without CUDA it does nothing."""
+    """Writes for the replacements of lost processes that CUDA is in use. Without CUDA it does nothing."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         write_text(store, keys.CUDA, str(torch.cuda.device_count()))
 
@@ -79,12 +79,12 @@ def announce_cuda(store: Operations) -> None:
 def make_context_early(store: Operations, incarnation: int) -> None:
     """Creates the context of the device that ``LOCAL_RANK`` names, in a thread, if the job uses CUDA.
 
-    A replacement does this before it joins: the survivors may still be aborting. It does not if it sees a
-    different number of devices than they do: then the function chooses which ones are visible.
+    A replacement does this before it joins, while the survivors may still be aborting. It does nothing if it
+    sees another number of devices than they do: then the function chooses the visible devices.
 
     Args:
-        store: where `announce_cuda` has written.
-        incarnation: how many processes had the slot before.
+        store: the job's store, to which `announce_cuda` writes.
+        incarnation: number of processes that had the slot before.
     """
     is_built = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
     count = read(store, keys.CUDA) if incarnation and is_built else None
@@ -99,20 +99,20 @@ def make_context_early(store: Operations, incarnation: int) -> None:
 
 
 def await_early_context() -> None:
-    """Waits for that thread, and for one that imports, at the end of a call."""
+    """Waits, at the end of a call, for the thread of `make_context_early` and for the imports."""
     while _early:
         _early.pop().join(10.0)
     await_imports(10.0)
 
 
 def await_imports(seconds: float | None = None) -> None:
-    """Before the function runs, which may fork: a child would wait for the imports of a thread it lacks."""
+    """Waits for the imports, before the function may fork: a child would wait for a thread it lacks."""
     if _imports_begun.is_set():
         _imports_through.wait(seconds)
 
 
 def _import() -> None:
-    _imports_begun.set()  # not by the caller, who may be interrupted before the thread starts
+    _imports_begun.set()  # here, since the caller may be interrupted before the thread starts
     try:
         import_lazy_modules()
     finally:
@@ -120,20 +120,21 @@ def _import() -> None:
 
 
 def import_lazy_modules() -> None:
-    """Imports what torch imports when it is first needed."""
+    """Imports what torch imports only at its first use."""
     before = set(os.environ)
     try:
         with torch.device("cpu"):  # torch 2.6's compiler computes while it is imported
             for name in _LAZY_MODULES:
                 importlib.import_module(name)
     finally:
-        # Where the compiler's cache is; torch says so again when it uses that. Others are another thread's.
+        # The compiler's import sets where its cache is, and torch sets it again on use. Other new variables
+        # are another thread's.
         for name in {name for name in os.environ if "TORCHINDUCTOR" in name} - before:
             del os.environ[name]
 
 
 def _train() -> None:
-    """Trains a few numbers for one step, without drawing random ones."""
+    """Trains a tiny model for one step, without drawing random numbers."""
     device = _device()
     if device is None:
         return
@@ -151,9 +152,9 @@ def _train() -> None:
 
 
 def _reduce_alone() -> None:
-    """Lets NCCL reduce a number, with no other rank: it loads its kernels with a process's first group.
+    """Reduces a number by NCCL without other ranks, since NCCL loads its kernels with the first group.
 
-    On an H100 that group costs 0.48 s, later ones 0.06.
+    On an H100 the first group costs 0.48 s, later ones 0.06 s.
     """
     if torch.cuda.is_initialized() and torch.distributed.is_nccl_available():  # type: ignore[no-untyped-call]
         torch.cuda.nccl.all_reduce((torch.ones(1, device="cuda"),))  # type: ignore[no-untyped-call]
@@ -161,14 +162,14 @@ def _reduce_alone() -> None:
 
 
 def _device() -> torch.device | None:
-    """Where this process will train, as far as that is known; None if not.
+    """The device on which this process will train; None if it is not known.
 
-    A torch that is built for GPUs looks at them in the first backward pass, on the CPU too. Before the
-    function has chosen its device, that would be too early: it may yet say which ones are visible.
+    A torch that is built for GPUs queries them in the first backward pass, even on the CPU. That would be too
+    early before the function has chosen its device, since it may still set which devices are visible.
     """
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return torch.device("cuda", torch.cuda.current_device())
-    with contextlib.suppress(RuntimeError):  # torch 2.6 says so that there is no accelerator
+    with contextlib.suppress(RuntimeError):  # torch 2.6 raises it if there is no accelerator
         if torch.backends.cuda.is_built() or torch.accelerator.current_accelerator():  # type: ignore[no-untyped-call]
             return None
     return torch.device("cpu")
