@@ -1,9 +1,9 @@
 """Rank assignments: plug-ins that give each process its rank, active or spare.
 
-They run on every rank before every iteration. Before the first one no rank is terminated, and the state holds
-the ranks of the job. At a restart the state holds the ranks of the iteration that ended; some of them are
-gone. After the last plug-in the ranks are 0 … world size - 1 and the active ranks 0 … active world size - 1,
-each once.
+They run on every rank before every iteration. Before the first iteration the state holds the ranks of the
+job, and no rank is terminated. At a restart the state holds the ranks of the iteration that ended, and some
+of them are gone. After the last plug-in the ranks are 0 … world size - 1 and the active ranks 0 … active
+world size - 1, each once.
 """
 
 import abc
@@ -36,9 +36,10 @@ class RankAssignmentCtx:
 
     Args:
         state: the rank's state.
-        store: the keys of the iteration that is about to begin.
+        store: a store for the iteration that is about to begin.
         terminated_ranks: the ranks of ``state``'s world that are gone.
-        exchanges: how many exchanges over ``store`` there were. Each needs a name, the same on all ranks.
+        exchanges: number of exchanges over ``store`` so far, from which each gets its name, the same on all
+            ranks.
     """
 
     state: State
@@ -56,7 +57,7 @@ class RankAssignment(abc.ABC):
 
     If a plug-in leaves the ranks unchanged, gaps are closed as by `ShiftRanks`. If the state's mode stays
     ``INITIALIZED``, all ranks are active. So a plug-in that returns its context unchanged equals the default.
-    If it raises, the call ends on this rank with that error.
+    If a plug-in raises, the call ends on this rank with this error.
     """
 
     @abc.abstractmethod
@@ -66,7 +67,7 @@ class RankAssignment(abc.ABC):
         A plug-in that closes the gaps of terminated ranks also empties ``ctx.terminated_ranks``.
 
         Args:
-            ctx: the state, and the ranks that are gone.
+            ctx: the rank's state, and the ranks that are gone.
 
         Returns:
             The context with the new state.
@@ -77,7 +78,7 @@ class RankAssignment(abc.ABC):
 
 
 class RankFilter(RankAssignment):
-    """Base of the rank assignments that only decide who is active. They run after those that close gaps."""
+    """Base of rank assignments that only decide which ranks are active. They run after gaps are closed."""
 
 
 class ActivateAllRanks(RankFilter):
@@ -92,7 +93,7 @@ class MaxActiveWorldSize(RankFilter):
     """Makes the first ranks active, up to a number; the others are hot spares.
 
     Args:
-        max_active_world_size: the most active ranks; no limit when None.
+        max_active_world_size: the most active ranks; None for no limit.
 
     Raises:
         TypeError: it is no int.
@@ -113,7 +114,7 @@ class MaxActiveWorldSize(RankFilter):
 class ActiveWorldSizeDivisibleBy(RankFilter):
     """Makes the first ranks active, in a multiple of a number; the others are hot spares.
 
-    With fewer ranks than that number none is active. `RetryController` ends the job in that case.
+    With fewer ranks than this number, no rank is active. `RetryController` ends the job in that case.
 
     Args:
         divisor: the number.
@@ -155,21 +156,21 @@ class FillGaps(RankAssignment):
         rank = _surviving_rank(ctx)
         world_size = ctx.state.world_size - len(ctx.terminated_ranks)
         if rank >= world_size:
-            # How many survivors below this one have to move, too.
+            # The number of survivors below this one that have to move, too.
             before = sum(r not in ctx.terminated_ranks for r in range(world_size, rank))
             rank = sorted(ctx.terminated_ranks)[before]
         return _move(ctx, rank)
 
 
 class ReplicaGroups(RankAssignment):
-    """Makes complete replicas active, each of so many consecutive ranks; the others are hot spares.
+    """Makes complete replicas active, each of ``size`` consecutive ranks; the others are hot spares.
 
-    For a state in shards, as with HSDP: rank r holds shard ``r % size``. In complete replicas survivors keep
-    their ranks, and so their shards. A gap is filled from behind them: by a rank that held the same shard, or
-    else by a spare, or else by any other. ``0 1 | X 3 | 4 X``, of size 2, becomes ``0 1 | 4 3``. With fewer
-    ranks than a replica none is active, as in `ActiveWorldSizeDivisibleBy`.
+    For a state in shards, as with HSDP: rank r holds shard ``r % size``. Survivors in complete replicas keep
+    their ranks, and so their shards. A gap is filled by a rank behind the complete replicas: one that held
+    the same shard, else a spare, else any other. ``0 1 | X 3 | 4 X``, of size 2, becomes ``0 1 | 4 3``. With
+    fewer ranks than a replica, no rank is active, as in `ActiveWorldSizeDivisibleBy`.
 
-    To keep spares: ``Compose(MaxActiveWorldSize(4), ReplicaGroups(2))``, with a multiple of ``size``.
+    To keep spares, use ``Compose(MaxActiveWorldSize(4), ReplicaGroups(2))``, with a multiple of ``size``.
 
     Args:
         size: the number of ranks in a replica.
@@ -191,7 +192,7 @@ class ReplicaGroups(RankAssignment):
 
 
 class FilterCountGroupedByKey(RankAssignment):
-    """Marks groups of ranks as terminated, by their number of healthy ranks. Another assignment removes them.
+    """Marks groups of ranks as terminated, by their number of healthy ranks. Another plug-in removes them.
 
     For example, to use nodes of 8 GPUs as a whole or not at all::
 
@@ -202,11 +203,10 @@ class FilterCountGroupedByKey(RankAssignment):
         )
 
     Args:
-        key_or_fn: ranks with the same key form a group. A string, or a function of the rank's `State` that
-            returns one.
-        condition: given the number of healthy ranks in a group, whether the group stays. One rank evaluates
-            it for all.
-        timeout: how long the ranks wait for each other: a ``timedelta`` or seconds.
+        key_or_fn: the key; ranks with the same key form a group. A string, or a function of the rank's
+            `State` that returns one.
+        condition: whether a group stays, given its number of healthy ranks. One rank evaluates it for all.
+        timeout: the longest wait of the ranks for each other, a ``timedelta`` or seconds.
 
     Raises:
         TypeError: an argument has a wrong type.
@@ -233,7 +233,7 @@ class FilterCountGroupedByKey(RankAssignment):
             ft_wrapper.store.BarrierTimeout: not all ranks came in time.
         """
         if ctx.state.rank in ctx.terminated_ranks:
-            return ctx  # already marked: it does not count
+            return ctx  # already marked, so it does not count
 
         def mark(keys: dict[int, Any]) -> dict[int, Any]:
             counts = Counter(keys.values())
@@ -254,10 +254,11 @@ class Tree(RankAssignment):
     restart:
 
     1. Every branch with fewer than ``min_ranks`` healthy ranks is terminated, small branches first.
-    2. A lost active rank is replaced by a reserve rank of the nearest enclosing branch that has one, if that
-       branch and all below it have `LayerFlag.RESERVE`. The rank that last became reserve is taken first, a
-       new process last: it is cold. One in the lost rank's own place counts as lost, and becomes reserve.
-    3. Remaining gaps are filled, where branches have `LayerFlag.BACKFILL`, by the highest active ranks of the
+    2. A lost active rank is replaced by a reserve rank of the nearest enclosing branch that has one, if this
+       branch and all branches below it have `LayerFlag.RESERVE`. The rank that last became reserve is taken
+       first, and a new process last, since it is cold. A new process in the lost rank's own place counts as
+       lost, and becomes reserve.
+    3. Remaining gaps in branches with `LayerFlag.BACKFILL` are filled by the highest active ranks of the
        largest such enclosing branch.
     4. Gaps that still remain are closed: higher active ranks move down.
     5. ``world_size_filter`` decides how many ranks stay active.
@@ -272,9 +273,8 @@ class Tree(RankAssignment):
         ])
 
     Args:
-        layers: from the first, whose key all ranks share, down to the smallest branches.
-        world_size_filter: given the number of active ranks, how many of them to keep. One rank evaluates it
-            for all.
+        layers: the layers, from the first, whose key all ranks share, down to the smallest branches.
+        world_size_filter: how many active ranks to keep, given their number. One rank evaluates it for all.
 
     Raises:
         TypeError: an argument has a wrong type.
@@ -350,15 +350,15 @@ class Tree(RankAssignment):
 
 
 def activate_if_unsaid(ctx: object, rank: int | None, world_size: int) -> State:
-    """Does what a rank assignment has left out: closes the gaps, makes all ranks active.
+    """Completes a rank assignment that did not close the gaps, or did not decide which ranks are active.
 
     Args:
-        ctx: what it returned.
-        rank: the rank before that.
-        world_size: the world size before that.
+        ctx: the assignment's result.
+        rank: the rank before the assignment.
+        world_size: the world size before the assignment.
 
     Raises:
-        InternalError: it returned something else.
+        InternalError: the result is no `RankAssignmentCtx`.
     """
     if not isinstance(ctx, RankAssignmentCtx):
         raise InternalError(f"rank_assignment must return the RankAssignmentCtx that it got; it gave {ctx!r}")
@@ -390,7 +390,7 @@ def _move(ctx: RankAssignmentCtx, rank: int) -> RankAssignmentCtx:
 
 
 def _active_so_far(state: State) -> int:
-    """The ranks that earlier filters have left active; without such, all."""
+    """The number of ranks that earlier filters have left active; without such filters, of all ranks."""
     if state.active_world_size is None:
         return state.world_size
     return min(state.active_world_size, state.world_size)
@@ -415,7 +415,9 @@ def _exchange(
     compute: Callable[[dict[int, Any]], dict[int, Any]],
     timeout: timedelta,
 ) -> Any:
-    """Every rank that is not terminated contributes, one computes for all, each gets its own result, as JSON.
+    """Collects a contribution of every rank that is not terminated, and computes a result for each, as JSON.
+
+    One rank computes for all.
 
     Raises:
         RuntimeError: ``compute`` raised; on all ranks, since all wait for its results.

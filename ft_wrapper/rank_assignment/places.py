@@ -1,14 +1,14 @@
-"""How `Tree` gives ranks: a pure function from the ranks that came to the place of each.
+"""How `Tree` assigns ranks: a pure function from the ranks that arrive to the place of each.
 
-Ranks are leaves; each `Layer` makes branches of them, the first one a single branch of all. A leaf is named
-by its slot (the initial rank), a branch by the numbers of the branches from below the first layer
-down to it, its path. Numbers grow in the order in which branches appear, so that leaves sorted by path are in
-depth-first order.
+Ranks are leaves. Each `Layer` groups them into branches, the first layer into a single branch. A leaf is
+named by its slot (the initial rank). A branch is named by its path: the numbers of the branches from below
+the first layer down to it. Numbers grow in the order in which branches appear, so that leaves sorted by path
+are in depth-first order.
 
-A lost rank brings nothing, but where it was decides which one takes over. So every rank keeps the *table*,
-one row a leaf, brings it along, and gets the new one back: the rank that computes finds all there is to know
-in what the ranks brought, no matter who is lost and who computed before. Columns of numbers that are mostly
-regular compress well: a few hundred bytes for thousands of ranks.
+A lost rank sends nothing, but its former place decides which rank takes over. So every rank keeps the
+*table*, with one row per leaf, sends it, and gets a new one back. The rank that computes finds all it needs
+in what the ranks send, no matter which rank is lost and which one computed before. Columns of mostly regular
+numbers compress well: a few hundred bytes for thousands of ranks.
 """
 
 import base64
@@ -29,12 +29,12 @@ _NOT_ACTIVE = -1
 
 
 class LayerFlag(enum.Flag):
-    """What the branches of a `Layer` are good for when an active rank is lost."""
+    """What the branches of a `Layer` offer when an active rank is lost."""
 
     RESERVE = enum.auto()
     """A reserve rank of the branch may take the lost rank's place."""
     BACKFILL = enum.auto()
-    """The branch's highest active ranks may take lost ranks' places, if there is no reserve."""
+    """The branch's highest active ranks may take the places of lost ranks, if there is no reserve."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,12 +42,12 @@ class Layer:
     """One layer of branches of a `Tree`.
 
     Args:
-        min_ranks: a branch with fewer healthy ranks is terminated whole.
-        max_ranks: at most so many ranks of a branch are active at the start, the others are its reserve; no
-            limit when None.
-        key_or_fn: ranks with the same key (and the same branch above) form a branch. A string, or a
+        min_ranks: the fewest healthy ranks; a branch with fewer is terminated as a whole.
+        max_ranks: the most active ranks of a branch at the start; the others are its reserve. None for no
+            limit.
+        key_or_fn: the key; ranks with the same key (and the same branch above) form a branch. A string, or a
             function of the rank's `State` that returns one.
-        flag: how lost ranks of a branch are replaced; None: by none of the branch.
+        flag: how ranks of the branch replace its lost ranks; None if they do not.
 
     Raises:
         TypeError: an argument has a wrong type.
@@ -75,12 +75,12 @@ class Layer:
             )
 
     def has(self, flag: LayerFlag) -> bool:
-        """Whether the layer carries a flag."""
+        """Whether the layer has a flag."""
         return self.flag is not None and flag in self.flag
 
 
 def check_key(name: str, key_or_fn: object) -> None:
-    """Raises TypeError unless it is a key or a function."""
+    """Raises TypeError unless the argument is a key or a function."""
     if not isinstance(key_or_fn, str) and not callable(key_or_fn):
         raise TypeError(
             f"{name}={key_or_fn!r} must be a string or a function of the state, "
@@ -92,7 +92,7 @@ def key_of(state: State, key_or_fn: str | Callable[[State], str]) -> str:
     """The rank's key.
 
     Raises:
-        TypeError: the function returned something else than a string or a number.
+        TypeError: the function returned neither a string nor a number.
     """
     key: object = key_or_fn(state) if callable(key_or_fn) else key_or_fn
     if isinstance(key, (str, int)):
@@ -104,12 +104,12 @@ def key_of(state: State, key_or_fn: str | Callable[[State], str]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Arrival:
-    """What a rank brings.
+    """What a rank sends.
 
     Args:
-        slot: its initial rank.
-        keys: its key in each layer.
-        table: the table that it got the last time; None if it is new.
+        slot: the rank's slot (initial rank).
+        keys: the rank's key in each layer.
+        table: the table that the rank got last; None if the rank is new.
     """
 
     slot: int
@@ -119,16 +119,16 @@ class Arrival:
 
 @dataclasses.dataclass(frozen=True)
 class RankPlace:
-    """What a rank gets.
+    """What a rank gets back.
 
     Args:
-        rank: its rank; None if it is discarded.
-        active_rank: its active rank; None for the reserve.
+        rank: the new rank; None if the rank is discarded.
+        active_rank: the new active rank; None for the reserve.
         world_size: number of ranks.
         active_world_size: number of active ranks.
-        table: to be brought along the next time.
-        why: why it is discarded.
-        came_as: the rank it had, if it is new and the tree's order is another one.
+        table: the new table, to be sent the next time.
+        why: why the rank is discarded; empty if it is not.
+        came_as: the rank's former number, if this is the first table and the tree's order differs; else None.
     """
 
     rank: int | None
@@ -142,17 +142,17 @@ class RankPlace:
 
 @dataclasses.dataclass(eq=False)
 class _Leaf:
-    """A rank.
+    """A rank in the tree.
 
     Args:
-        slot: its initial rank.
+        slot: the rank's slot (initial rank).
         path: numbers of its branches below the first layer.
-        active_rank: None for the reserve.
-        reserve_order: for the reserve: the higher, the later it came into it.
-        rank: the rank it had.
-        came: whether it is still there.
-        warm: whether its process was there before: a new one, in an old leaf or in its own, is cold.
-        why: why it is terminated, though it came.
+        active_rank: its active rank; None for the reserve.
+        reserve_order: order of joining the reserve: the higher, the later.
+        rank: its rank before the assignment.
+        came: whether it has arrived.
+        warm: whether its process was there before; a new process, in an old leaf or in a new one, is cold.
+        why: why it is terminated, though it has arrived; empty if it is not.
     """
 
     slot: int
@@ -176,12 +176,12 @@ class _Leaf:
 def arrange(
     layers: Sequence[Layer], world_size_filter: Callable[[int], int] | None, arrivals: dict[int, Arrival]
 ) -> dict[int, RankPlace]:
-    """Gives every rank that came its place.
+    """Assigns a place to every rank that has arrived.
 
     Args:
-        layers: from the one branch of all down to the smallest branches.
-        world_size_filter: from the number of active ranks to how many of them are wanted.
-        arrivals: by the rank that they had.
+        layers: the layers, from the single branch of all ranks down to the smallest branches.
+        world_size_filter: how many active ranks to keep, given their number; None to keep all.
+        arrivals: what each rank has sent, by its former rank.
 
     Raises:
         ValueError: the ranks do not share the first layer's key, or ``world_size_filter`` returned no number
@@ -202,7 +202,7 @@ def arrange(
 
     tree.activate([leaf for leaf in leaves if leaf in newcomers])
     tree.terminate_small_branches()
-    # One whose process is new counts as lost where a warm one may take its place; else it keeps that.
+    # A leaf with a new process counts as lost if a warm rank may take its place; otherwise it keeps it.
     stays = {leaf for leaf in leaves if leaf.healthy and (leaf.warm or leaf in newcomers)}
     lost = [leaf for leaf in leaves if leaf not in stays and leaf.active_rank is not None]
     lost.sort(key=attrgetter("healthy", "rank"))
@@ -238,7 +238,7 @@ def _newest_table(arrivals: dict[int, Arrival], depth: int) -> tuple[int, list[_
 
 
 def _admit(leaves: list[_Leaf], arrivals: dict[int, Arrival], depth: int) -> set[_Leaf]:
-    """Finds the ranks that came among the leaves; adds and returns the new ones."""
+    """Finds the leaves of the ranks that have arrived. Adds new leaves, and returns these."""
     known = {leaf.slot: leaf for leaf in leaves}
     numbers: dict[tuple[str, ...], int] = {}
     for arrival in arrivals.values():
@@ -255,7 +255,7 @@ def _admit(leaves: list[_Leaf], arrivals: dict[int, Arrival], depth: int) -> set
                 numbers[branch] = next(fresh[k])
         path = tuple(numbers[tuple(arrival.keys[1 : k + 2])] for k in range(depth - 1))
         leaf = known.get(arrival.slot)
-        # A process that replaces another one in its slot and its branch takes its place in the tree, too.
+        # A process that replaces another one in its slot and branch also takes its place in the tree.
         if leaf is None or leaf.path != path:
             leaf = _Leaf(arrival.slot, path, active_rank=None, reserve_order=0, rank=rank, came=True)
             leaves.append(leaf)
@@ -275,12 +275,12 @@ def _filtered(world_size_filter: Callable[[int], int], active_world_size: int) -
 
 
 class _Tree:
-    """The leaves, and the branches that they form."""
+    """The leaves, and their branches."""
 
     def __init__(self, layers: Sequence[Layer], leaves: list[_Leaf]) -> None:
         self.layers = layers
         self.leaves = leaves
-        # By depth, then path: the leaves of each branch, depth-first.
+        # By depth, then by path: the leaves of each branch, in depth-first order.
         self.branches: list[dict[tuple[int, ...], list[_Leaf]]] = [{} for _ in layers]
         for leaf in leaves:
             for depth, branches in enumerate(self.branches):
@@ -295,7 +295,7 @@ class _Tree:
 
     def activate(self, newcomers: Iterable[_Leaf]) -> None:
         """Gives new leaves the next active ranks, as far as all their branches have room."""
-        taken = Counter[tuple[int, ...]]()  # how many active ranks a branch has
+        taken = Counter[tuple[int, ...]]()  # number of active ranks by branch
         for leaf in self.leaves:
             if leaf.active_rank is not None:
                 taken.update(leaf.path[:depth] for depth in range(len(self.layers)))
@@ -310,7 +310,7 @@ class _Tree:
                 self.to_reserve(leaf)
 
     def terminate_small_branches(self) -> None:
-        """Terminates what a branch has left where it has too little, from the smallest branches up."""
+        """Terminates the ranks of branches with too few healthy ones, from the smallest branches up."""
         for layer, branches in reversed(list(zip(self.layers, self.branches, strict=True))):
             for leaves in branches.values():
                 healthy = [leaf for leaf in leaves if leaf.healthy]
@@ -323,14 +323,14 @@ class _Tree:
                         )
 
     def replace_from_reserve(self, lost: Iterable[_Leaf], *, warm: bool) -> list[_Leaf]:
-        """Puts reserve ranks into lost ranks' places, the youngest of the nearest branch first.
+        """Puts reserve ranks into the places of lost ranks, the youngest of the nearest branch first.
 
         Args:
-            lost: those that are gone, and those whose new process is cold: that is reserve then.
-            warm: whether reserve ranks do so that were there before, or the new ones.
+            lost: ranks that are gone, and ranks whose process is new and cold, which become reserve.
+            warm: whether to take warm reserve ranks, or cold ones.
 
         Returns:
-            The lost ranks that no one replaces.
+            The lost ranks that nobody replaces.
         """
         reserves: dict[tuple[int, ...], list[_Leaf]] = {}
 
@@ -344,7 +344,7 @@ class _Tree:
             reserve = reserves[path]
             while reserve:
                 leaf = reserve.pop()
-                # It may have been taken for a smaller or larger branch.
+                # If it is active, another branch, smaller or larger, has taken it.
                 if leaf.active_rank is None:
                     return leaf
             return None
@@ -365,7 +365,7 @@ class _Tree:
         return unreplaced
 
     def close(self, gaps: list[_Leaf]) -> None:
-        """Closes the gaps that lost ranks leave: by backfilling, then by shifting left."""
+        """Closes the gaps of lost ranks: by backfilling, then by moving higher ranks down."""
         vacated: list[int] = []
         depth = self._backfill_depth()
         domains: dict[tuple[int, ...] | None, list[_Leaf]] = {}
@@ -390,13 +390,13 @@ class _Tree:
                 leaf.active_rank -= bisect.bisect_left(vacated, leaf.active_rank)
 
     def _backfill_depth(self) -> int | None:
-        """Depth of the largest branches that backfill without a break down to the leaves."""
+        """Depth of the largest branches that backfill, as do all branches below them; None without any."""
         upwards = reversed(range(len(self.layers)))
         unbroken = itertools.takewhile(lambda depth: self.layers[depth].has(LayerFlag.BACKFILL), upwards)
         return min(unbroken, default=None)
 
     def limit(self, active_world_size: int) -> None:
-        """Sends the highest active ranks into the reserve."""
+        """Moves the highest active ranks to the reserve."""
         self.active_world_size = active_world_size
         for leaf in self.leaves:
             if leaf.healthy and leaf.active_rank is not None and leaf.active_rank >= active_world_size:
@@ -408,7 +408,7 @@ def _encode(leaves: Sequence[_Leaf]) -> str:
     for leaf in leaves:
         active_rank = _NOT_ACTIVE if leaf.active_rank is None else leaf.active_rank
         rows.append((leaf.slot, active_rank, leaf.reserve_order, *leaf.path))
-    # Differences from row to row: neighbours mostly differ in the same way.
+    # The differences between rows: neighbours mostly differ in the same way, so these compress better.
     columns = [
         [value - before for before, value in itertools.pairwise((0, *column))]
         for column in zip(*rows, strict=True)

@@ -1,4 +1,4 @@
-"""How `ReplicaGroups` gives ranks: a pure function of the lost ranks. Rank r has shard ``r % size``."""
+"""How `ReplicaGroups` assigns ranks: a pure function of the lost ranks. Rank r has shard ``r % size``."""
 
 from collections.abc import Collection
 
@@ -11,14 +11,15 @@ def ranks_in_replicas(size: int, world_size: int) -> int:
 def fill_holes(size: int, world_size: int, active_world_size: int, lost: Collection[int]) -> dict[int, int]:
     """Closes the gaps so that as few active ranks as possible have to receive a shard.
 
-    A hole in a complete replica is filled from behind the complete replicas, the only ranks that do not stay.
-    First come those that hold the hole's shard: no one else may hold it any more, and as spares they would
-    take no part in a recovery. Then the highest, which are spares if there are any.
+    Ranks behind the complete replicas fill the holes in them; all other survivors stay. Ranks that hold the
+    hole's shard come first: perhaps nobody else still holds it, and as spares they would take no part in a
+    recovery. The highest ranks come next, which are spares if there are any.
 
     Args:
-        size: the number of ranks in a replica.
-        world_size: of the iteration that ended.
-        active_world_size: the ranks below it hold the shard of their rank; the others are spares.
+        size: number of ranks in a replica.
+        world_size: world size of the iteration that ended.
+        active_world_size: number of active ranks of that iteration. Ranks below it hold the shard of their
+            rank; the others are spares.
         lost: the ranks that are gone.
 
     Returns:
@@ -39,7 +40,7 @@ def fill_holes(size: int, world_size: int, active_world_size: int, lost: Collect
             behind.remove(holder)
             places[holder] = place
     places.update((behind.pop(), place) for place in holes)
-    # The rest are spares: those keep their ranks that can.
+    # The rest are spares, and keep their ranks if they can.
     places.update((rank, rank) for rank in behind if rank < len(survivors))
     free = sorted(set(range(len(survivors))) - set(places.values()))
     places.update(zip((rank for rank in behind if rank not in places), free, strict=True))
