@@ -300,7 +300,7 @@ def forget_frames(error: BaseException) -> None:
     """Drops what the frames of an exception hold: models, tensors, process groups.
 
     Args:
-        error: the exception; those that it was raised from, or while handling, are cleared too.
+        error: the exception; its causes and contexts are cleared, too.
     """
     seen: set[int] = set()
     pending: list[BaseException | None] = [error]

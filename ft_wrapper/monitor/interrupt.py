@@ -8,16 +8,16 @@ and leaving `Interrupter.call`, and outside `Interrupter.atomic` and this module
 - The thread is at an *unsafe point* (`safe_points`). It enters or leaves a ``with``, for example: an
   interruption would leave a lock held, or gradients off, for good. Two exceptions: the thread has not moved
   for several resends, or *every* unsafe frame has been unsafe for the grace time. (Every one: waiting in an
-  outer frame must not expose a newly entered inner one.) No wait makes two frames safe: an import, which
-  would leave a broken module behind for the rest of the process, and torch's call from C++ into Python,
-  where an exception may abort the process.
+  outer frame must not expose a newly entered inner one.) Two kinds of frame stay unsafe however long they
+  take: an import, since half of one leaves a broken module behind for the rest of the process, and torch's
+  call from C++ into Python, where an exception may abort the process.
 - The thread cleans up after an earlier interruption (in a ``finally`` or an ``except``), or runs a finalizer
-  (a ``__del__``, or a generator that is being closed). It gets another grace time for that.
+  (a ``__del__``, or a generator that is being closed). The thread gets another grace time for that.
 
 After a signal at an unsafe point, Python traces the unsafe frame and its callers by instruction, and the
-tracer raises at the first safe point. If it does not, or a debugger already traces, the next signal tries
-again, until the thread has left. Python swallows what is raised inside a finalizer. So the callers of the
-finalizer are traced, too, and raise again at their first safe point.
+tracer raises at the first safe point. If it comes to none, or a debugger already traces, the next signal
+tries again, until the thread has left. Python swallows what is raised inside a finalizer. So the callers of
+the finalizer are traced, too, and the tracer raises again at their first safe point.
 
 A signal handler cannot reach a function that runs outside the main thread. An asynchronous exception replaces
 the signal there. It wakes no blocked call, and the rules are checked when it is sent, not where it arrives.
@@ -61,7 +61,7 @@ class Interrupter:
     """Runs a function so that another thread can make it leave.
 
     The thread that runs the function makes it, and calls all methods but `look_ahead`, `request` and
-    `interrupt_until_left`. If this is the main thread, it gets the handler of a signal.
+    `interrupt_until_left`. In the main thread it also installs a signal's handler.
 
     Args:
         unwind_grace: seconds for the function's clean-up, before the clean-up is interrupted, too.

@@ -78,7 +78,7 @@ class MonitorLine:
         self._send(messages.Enter(view) if decision is None else messages.Advance(decision, view.nonce))
 
     def restarted(self, cause: str, phases: Mapping[str, float]) -> None:
-        """Reports that all ranks are back, for those who count restarts. From any thread.
+        """Reports that all ranks are back, so that the restart is counted. From any thread.
 
         Args:
             cause: kind of the fault.

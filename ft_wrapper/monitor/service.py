@@ -292,8 +292,8 @@ class MonitorService:
                 self._hearts[key] = Heart(plan.connect, heart_name(), limits)
             heart, idle = self._hearts[key], self._idle.setdefault(key[1], Idle())
         limits = dataclasses.replace(limits, replaced=attended.replaced)
-        told = self._job, self._on_restart
-        watch = RankWatch(limits, plan.connect, memory, line, pid, pidfd, heart, *told, idle)
+        reporting = self._job, self._on_restart
+        watch = RankWatch(limits, plan.connect, memory, line, pid, pidfd, heart, *reporting, idle)
         owned.callback(watch.close)
         owned.callback(line.close)  # closed first: the rank waits for that, and `watch.close` for the rank
         with self._changed:

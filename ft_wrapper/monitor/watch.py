@@ -162,7 +162,7 @@ class RankWatch:
                 return
 
     def await_goodbyes(self) -> None:
-        """Waits until no rank needs the coordination store any more."""
+        """Waits until no rank needs the job's store."""
         if self._monitor is not None:
             self._monitor.await_goodbyes()
 
@@ -256,7 +256,7 @@ class RankWatch:
 
 
 class IterationStores:
-    """The stores of those iterations in which this rank is rank 0.
+    """The stores of the iterations in which this rank is rank 0.
 
     The last rank 0 is likely to be the next one. So its next store is opened ahead, and the last one ended,
     once the ranks are back. Before that they need the CPUs.
