@@ -1,4 +1,4 @@
-"""Where the keys live on which the ranks agree. No process; only etcd's client has threads."""
+"""The stores of the job's keys. They start no processes; only etcd's client keeps threads."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # It needs a library that only comes with an extra.
+    # Imported late, since it needs a library that only an extra installs.
     if name == "EtcdStore":
         from .etcd import EtcdStore
 

@@ -1,7 +1,8 @@
 """Addresses: of hosts, of a TCPStore, of keys in etcd.
 
-An address of keys in etcd never holds a password. The user and the files for TLS come from where ``etcdctl``
-takes them: ``ETCDCTL_USER``, ``ETCDCTL_PASSWORD``, ``ETCDCTL_CACERT``, ``ETCDCTL_CERT`` and ``ETCDCTL_KEY``.
+An address of keys in etcd never holds a password. The user and the files for TLS come from the environment
+variables of ``etcdctl``: ``ETCDCTL_USER``, ``ETCDCTL_PASSWORD``, ``ETCDCTL_CACERT``, ``ETCDCTL_CERT`` and
+``ETCDCTL_KEY``.
 """
 
 import contextlib
@@ -33,21 +34,21 @@ def host_port(host: str, port: int) -> str:
 
 
 def split_host_port(text: str) -> tuple[str, str]:
-    """The host, without brackets, and the text after the last colon; empty where there is none."""
+    """The host, without brackets, and the text after the last colon; each is empty if it is missing."""
     host, _, port = text.rpartition(":")
     return without_brackets(host), port
 
 
 def without_brackets(host: str) -> str:
-    """An IPv6 address as system calls want it."""
+    """A host without the brackets of an IPv6 address, as system calls take it."""
     return host[1:-1] if host.startswith("[") and host.endswith("]") else host
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host's name or address means this machine on every machine.
+    """Whether a name or address is a loopback one on every machine.
 
-    A name to which a hosts file gives a loopback address does not: it is the name of one machine, and other
-    machines reach it by that name.
+    False for a name to which only a hosts file gives a loopback address: it is the name of one machine, and
+    other machines reach that machine by it.
     """
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -56,15 +57,15 @@ def is_loopback(host: str) -> bool:
 
 
 def loopback() -> str:
-    """The address by which only this host reaches itself: IPv4's, unless the host has IPv6 only."""
+    """The loopback address: IPv4's, unless the host has IPv6 only."""
     return "127.0.0.1" if is_this_host("127.0.0.1") else "::1"
 
 
 def is_this_host(host: str) -> bool:
-    """Whether a name, if it can be looked up, or an address leads to this host."""
+    """Whether a name or address leads to this host; False if the name cannot be looked up."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
-    except (OSError, UnicodeError):  # the latter for what is no name of a host
+    except (OSError, UnicodeError):  # UnicodeError for text that is no host name
         return False
     return any(_is_own(family, address) for family, _, _, _, address in found)
 
@@ -73,24 +74,24 @@ def why_unknown(host: str) -> str:
     """Why a host's name or address cannot be looked up here; empty if it can."""
     try:
         socket.getaddrinfo(without_brackets(host), None)
-    except (OSError, UnicodeError) as error:  # the latter for what is no name of a host
+    except (OSError, UnicodeError) as error:  # UnicodeError for text that is no host name
         return f"unknown: {getattr(error, 'strerror', None) or error}"
     return ""
 
 
 def listening_address(host: str, port: int) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
-    """Where a server listens that is published under a name or address of this host.
+    """The address on which a server listens that is published under a name or address of this host.
 
-    Only on the published address, where that can be found out. On all addresses if the name has several here;
-    if it has a loopback address here, as in Debian's hosts file, while other hosts know another one; or if it
-    leads to this host through a proxy or a service.
+    This is the published address alone, if it can be found out. It is all addresses if the name has several
+    here; if the name has a loopback address here, as in Debian's hosts file, while other hosts know another
+    one; or if the name leads to this host through a proxy or a service.
 
     Args:
         host: name or address under which this host is published.
-        port: to listen on.
+        port: port to listen on.
 
     Returns:
-        IPv4, unless the host has IPv6 addresses only; and the address, as `socket.socket.bind` takes it.
+        The family (IPv4, unless the host has IPv6 addresses only), and the address for `socket.socket.bind`.
 
     Raises:
         OSError: the host is unknown.
@@ -108,10 +109,10 @@ def listening_address(host: str, port: int) -> tuple[socket.AddressFamily, tuple
 
 
 def own_address(towards: str) -> str:
-    """This host's address, as hosts see it that reach another host; its name, if there is no route there.
+    """This host's address on the route to another host; this host's name if there is no route.
 
     Args:
-        towards: that other host. It may be this one.
+        towards: the other host, or this one.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(towards, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
@@ -121,16 +122,16 @@ def own_address(towards: str) -> str:
     except OSError:
         return socket.gethostname()
     if is_loopback(own) and not is_loopback(towards):
-        # This host's own name, to which Debian's hosts file gives 127.0.1.1. Other hosts know better.
+        # This host's own name, which Debian's hosts file maps to 127.0.1.1; other hosts know its address.
         return towards
     return own
 
 
 def address_of_this_node(host_name: str) -> str:
-    """How other nodes reach this one: by its name, if the name can be looked up.
+    """The address by which other nodes reach this node: its name, if the name can be looked up.
 
     Args:
-        host_name: of a host that all nodes reach.
+        host_name: name of a host that all nodes reach.
     """
     if is_loopback(host_name):
         return "localhost"  # then all nodes are on this machine
@@ -156,11 +157,15 @@ def _is_own(family: int, address: tuple[Any, ...]) -> bool:
 
 
 def tcp_address(host_name: str | None, port: int | None) -> tuple[str, int]:
-    """Completes an address from MASTER_ADDR and MASTER_PORT + 1.
+    """Completes an address by MASTER_ADDR and MASTER_PORT + 1.
+
+    Args:
+        host_name: host of the store; MASTER_ADDR when None.
+        port: port of the store; MASTER_PORT + 1 when None.
 
     Raises:
-        ValueError: what is given, or a variable that is needed, is missing or malformed; names it, its value
-            and what to do.
+        ValueError: an argument is malformed, or a variable is missing or malformed; names it and its value,
+            and says what to do.
     """
     if host_name is None:
         host_name = without_brackets(os.environ.get("MASTER_ADDR", ""))
@@ -175,7 +180,7 @@ def tcp_address(host_name: str | None, port: int | None) -> tuple[str, int]:
         raise ValueError(f"port={port!r} of the store must lie in 1..65535")
     try:
         host_name.encode("idna")
-    except UnicodeError as error:  # what each look-up would raise
+    except UnicodeError as error:  # each look-up would raise this
         raise ValueError(f"host_name={host_name!r} of the store is no name of a host: {error}") from None
     return host_name, port
 
@@ -184,7 +189,7 @@ def master_port() -> int:
     """Reads MASTER_PORT.
 
     Raises:
-        ValueError: it is missing or no port.
+        ValueError: the variable is missing, or is no port.
     """
     launch = "start the script with ftrun or torchrun, which set it"
     port = int_from_env("MASTER_PORT", 1, 65534, launch)
@@ -199,21 +204,21 @@ def master_port() -> int:
 
 
 def is_etcd(address: str) -> bool:
-    """Whether the keys are in etcd, where no node has to live for them."""
+    """Whether an address is one of keys in etcd, which outlive every node."""
     return address.startswith(f"{ETCD_SCHEME}://")
 
 
 @dataclasses.dataclass(frozen=True)
 class EtcdAddress:
-    """A place for keys: ``etcd://HOST:PORT,HOST:PORT/PREFIX?namespace=…``.
+    """The address of keys in etcd: ``etcd://HOST:PORT,HOST:PORT/PREFIX?namespace=…``.
 
     Args:
-        endpoints: the members: ``host:port,host:port``, each perhaps with ``https://`` in front.
-        prefix: in front of all keys of the job; they share one lease.
-        namespace: in front of the keys of this address, behind the prefix.
-        ca: path of the certificates of those who may sign the members', PEM; makes it TLS.
-        cert: path of a certificate to show, PEM.
-        key: path of its key, PEM.
+        endpoints: the members: ``host:port,host:port``, each with ``https://`` in front if it speaks TLS.
+        prefix: prefix of all keys of the job, which share one lease.
+        namespace: prefix of this store's keys, after ``prefix``.
+        ca: path of the CA certificates that the members' certificates are checked against, PEM; turns on TLS.
+        cert: path of the client's certificate, PEM.
+        key: path of the certificate's key, PEM.
         ttl: seconds for which the keys stay when no process keeps them alive.
     """
 
@@ -226,14 +231,14 @@ class EtcdAddress:
     ttl: int = DEFAULT_TTL
 
     def within(self, namespace: str) -> "EtcdAddress":
-        """Another place of the same job."""
+        """The address of the same job's keys in a namespace below this one."""
         return dataclasses.replace(self, namespace=self.namespace + namespace)
 
     def __str__(self) -> str:
         usual = dataclasses.asdict(EtcdAddress(self.endpoints, self.prefix))
         options = {name: given for name, given in dataclasses.asdict(self).items() if given != usual[name]}
         query = f"?{urlencode(options, safe='/')}" if options else ""
-        # https:// has slashes of its own, and urlsplit takes no bracket behind another name.
+        # Quoted, since https:// contains slashes, and urlsplit allows no bracket after another name.
         members = quote(self.endpoints, safe=":,")
         return f"{ETCD_SCHEME}://{members}/{quote(self.prefix.strip('/'))}{query}"
 
@@ -242,7 +247,7 @@ class EtcdAddress:
         """Reads an address.
 
         Raises:
-            ValueError: the text is none.
+            ValueError: the text is no address.
         """
         parts = urlsplit(text)
         options = dict(parse_qsl(parts.query))
@@ -258,7 +263,7 @@ class EtcdAddress:
 
 @dataclasses.dataclass(frozen=True)
 class Endpoint:
-    """Where a member of etcd answers its clients."""
+    """The address at which a member of etcd serves clients."""
 
     host: str
     port: int
@@ -269,14 +274,14 @@ class Endpoint:
 
 
 def parse_endpoints(endpoints: str | Sequence[str], tls: bool = False) -> list[Endpoint]:
-    """Returns the members of etcd that a text or a list names.
+    """Reads the addresses of etcd's members.
 
     Args:
-        endpoints: ``host:port,host:port``, or a list of these; with or without a scheme.
-        tls: whether those without a scheme speak TLS.
+        endpoints: ``host:port,host:port``, or a list of ``host:port``; with or without a scheme.
+        tls: whether members without a scheme speak TLS.
 
     Raises:
-        ValueError: it cannot be right.
+        ValueError: the addresses are malformed.
     """
     parts = endpoints.split(",") if isinstance(endpoints, str) else endpoints
     found = [_parse_endpoint(part.strip(), tls) for part in parts if part.strip()]
@@ -307,7 +312,7 @@ def _parse_endpoint(text: str, tls: bool) -> Endpoint:
 
 
 def etcd_login(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """User and password, as arguments of `EtcdStore`; none without a user.
+    """User and password as arguments of `EtcdStore`; empty without a user.
 
     Raises:
         ValueError: there is a user without a password.
@@ -325,6 +330,6 @@ def etcd_login(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def etcd_tls_files(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The paths of certificates and key, as arguments of `EtcdAddress`."""
+    """The paths of certificates and key as arguments of `EtcdAddress`."""
     names = {"ca": "ETCDCTL_CACERT", "cert": "ETCDCTL_CERT", "key": "ETCDCTL_KEY"}
     return {name: environment[variable] for name, variable in names.items() if environment.get(variable)}

@@ -1,4 +1,4 @@
-"""What every store makes of torch's operations; the stores that hold another one."""
+"""The base of all stores, on torch's operations; the stores that wrap another store."""
 
 import logging
 import os
@@ -26,52 +26,51 @@ from ..protocol.records import FAULT
 from ..protocol.seal import Seal, forged
 
 DEFAULT_TIMEOUT = timedelta(seconds=30)
-_FIRST_LOOK = 0.5  # seconds of waiting until the first look whether the iteration has ended
+_FIRST_LOOK = 0.5  # seconds of waiting until the first check whether the iteration has ended
 _LONGEST_LOOK = 4.0
-#: Steps that may write a register, and give its value.
+#: The steps that give the value of a register.
 _Register = operations.SetIfAbsent | operations.CompareAndSet
-#: No key holds this.
+#: A value that no key has.
 NEVER = "\x00no key holds this"
 
 
 def describe_call(name: str, args: Sequence[Any]) -> str:
-    """An operation and its key, or keys, for messages."""
+    """An operation and its keys, for messages."""
     return f"{name} {args[0]}" if args else name
 
 
 class StoreMixin(Barriers, ByHand):
-    """A store: torch's operations, steps of these, barriers of named groups, and global iterations by hand.
+    """A store: torch's operations, steps, barriers of named groups, and global iterations by hand.
 
-    A store of one's own implements torch's operations. It overrides ``execute`` where it can carry out
-    several steps at once, or one of them in a better way, and ``wait_for`` where it knows the value of a
-    notification key.
+    A custom store implements torch's operations. It may override ``execute`` to carry out several steps at
+    once, or a step in a better way, and ``wait_for`` if it knows the value of a notification key.
     """
 
     patience = 0.0
     nonces: Iterator[str] = iter(lambda: secrets.token_hex(6), "")
     namespace = ""
-    """In front of every key."""
+    """Prefix of every key."""
     place = ""
-    """Which store it is, in what its clients seal."""
+    """Name of the store, which is part of each seal."""
     is_private = False
-    """Whether others than the job's own are kept out of the store."""
+    """Whether only the job's own processes can reach the store."""
     reads_by_compare_set = False
-    """Whether a comparison that fails reads a key, in one request; `check` and `get` take three.
+    """Whether a compare_set that fails is used to read a key, in one request; `check` and `get` take three.
 
-    It changes nothing and answers with what the key holds, or with what was expected if there is no such key.
+    It changes nothing and returns the key's value, or the expected value if the key is absent.
     """
 
     # torch's operations --------------------------------------------------------------------------------
 
     def _call(self, name: str, *args: Any) -> Any:
-        """Calls one of torch's operations: this store's own, on keys with the namespace in front."""
+        """Calls one of torch's operations of this store, on keys that have the namespace already."""
         own = getattr(self, name)
         if getattr(own, "__func__", own) is getattr(StoreMixin, name):
             raise NotImplementedError(f"{type(self).__name__} has no {name}")
         return own(*args)
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Writes a key and wakes those who wait for it."""
+        """Writes a key and wakes its waiters."""
         self._call("set", self.namespace + key, value)
 
     def get(self, key: str) -> bytes:
@@ -86,7 +85,7 @@ class StoreMixin(Barriers, ByHand):
         self._call("append", self.namespace + key, value)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str) -> bytes:
-        """Writes a key if it holds what is expected (``""``: is absent). Read the key to see who won."""
+        """Writes a key if it has the expected value (``""``: is absent). Read the key to see who won."""
         return bytes(self._call("compare_set", self.namespace + key, encoded(expected), desired))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
@@ -160,7 +159,7 @@ class StoreMixin(Barriers, ByHand):
         if self.seal is None:
             return self._perform(steps)
         closed = [sealed(step, self.seal) for step in steps]
-        # In order where strangers write: a wake must not overtake its cause.
+        # In order if strangers can write: a notification must not overtake its cause.
         given = list[str | None]()
         for group in [closed] if self.is_private else [[step] for step in closed]:
             held = self._perform(group)
@@ -176,13 +175,13 @@ class StoreMixin(Barriers, ByHand):
         text = seal.check(step.key, held)
         if text is None and isinstance(step, _Register) and not self.is_private:
             if isinstance(step, operations.CompareAndSet) and not step.expected:
-                raise forged(step.key)  # an absent head begins a job: that of one that is on is none
+                raise forged(step.key)  # replacing it would begin a job, though one may be running
             written = self.compare_set(step.key, held, step.desired)
             text = seal.check(step.key, to_text(written, step.key, is_ours=False))
         return seal.latest(step.key, text)
 
     def _perform(self, steps: Sequence[Step]) -> list[str | None]:
-        """Carries out steps, which are sealed, by torch's operations."""
+        """Carries out steps, sealed already, by torch's operations."""
         prefix, is_ours = self.namespace, self.seal is None
         given: list[str | None] = []
         for step in steps:
@@ -227,17 +226,18 @@ class StoreMixin(Barriers, ByHand):
         try:
             return to_text(self._call("get", full), key, self.seal is None) if self.check([key]) else None
         except DistStoreError:
-            return None  # it was deleted just now
+            return None  # the key was deleted just now
 
 
 class HoldingStore(StoreMixin):
-    """Hands every operation on to a store that it holds, one of torch's or one of ours.
+    """Forwards every operation to an inner store, one of torch's or one of ours.
 
-    Holds rather than is one, because ``clone()`` of a subclass of torch's stores is no such subclass.
+    It wraps a store rather than being a subclass, because ``clone()`` of a subclass of torch's stores returns
+    torch's class.
 
     Args:
-        store: the store.
-        namespace: put in front of every key, so that several jobs can share a store.
+        store: the inner store.
+        namespace: prefix of every key, so that several jobs can share a store.
     """
 
     def __init__(self, store: Store | Operations, namespace: str = "") -> None:
@@ -253,7 +253,7 @@ class HoldingStore(StoreMixin):
         return getattr(self._store, name)(*args)
 
     def list_keys(self) -> list[str]:
-        # An older torch cannot tell.
+        # Older versions of torch cannot list keys.
         return super().list_keys() if hasattr(self._store, "list_keys") else []
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -272,13 +272,13 @@ class _File(TorchFileStore):
 
     def append(self, key: str, value: str | bytes) -> None:
         before, text = "", value.decode() if isinstance(value, bytes) else value
-        # The answer tells what the key holds now, and two appenders may write the same line: a tag of one's
-        # own would be needed to know whose it is. Entries are sets, so a line twice does no harm.
+        # The answer is the key's value. If two clients append the same line, neither knows whose line it is.
+        # Logs are read as sets, so a line that is there twice does no harm.
         while (held := self.compare_set(key, before, before + text).decode()) != before + text:
-            before = "" if held == before else held  # that, if it was deleted just now
+            before = "" if held == before else held  # empty if the key was deleted just now
 
     def delete_key(self, key: str) -> bool:
-        existed = self.check([key])  # torch's always says yes
+        existed = self.check([key])  # torch's delete_key always returns True
         super().delete_key(key)
         return existed
 
@@ -293,13 +293,13 @@ class _File(TorchFileStore):
 class FileStore(HoldingStore):
     """Keys in a file on one host or on a file system with working locks.
 
-    For tests and for single nodes without ports. Logs are rewritten under compare_set here, and waiting polls
-    inside torch.
+    For tests and for single nodes without ports. Each append rewrites the log by compare_set, and waiting
+    polls inside torch.
 
     Args:
-        file_name: path of the file; must not exist when the job starts.
+        file_name: path of the file, which must not exist when the job starts.
         world_size: ignored; accepted so that arguments for torch's FileStore fit.
-        timeout: how long operations that wait do so.
+        timeout: how long to wait in operations that wait.
     """
 
     def __init__(
@@ -321,17 +321,17 @@ class FileStore(HoldingStore):
         try:
             return super()._call(name, *args)
         except RuntimeError as error:
-            # torch's FileStore says so in words only.
+            # torch's FileStore reports a timeout only by the error's text.
             if "timeout" not in str(error).lower():
                 raise
             raise DistStoreError(f"{self!r}: {describe_call(name, args)} timed out: {error}") from None
 
 
 class PrefixStore(HoldingStore, TorchPrefixStore):
-    """The keys of one iteration, so that none of an earlier iteration is ever seen.
+    """The keys of one iteration, so that keys of an earlier iteration are never seen.
 
-    A real ``torch.distributed.PrefixStore``, to be passed as ``store=`` to ``init_process_group``; Python
-    callers go through the wrapper's own store, with its retries.
+    It is a real ``torch.distributed.PrefixStore``, to be passed as ``store=`` to ``init_process_group``.
+    Calls from Python use the wrapper's store, with its retries.
 
     Args:
         iteration: number of the global iteration.
@@ -349,7 +349,7 @@ class PrefixStore(HoldingStore, TorchPrefixStore):
         TorchPrefixStore.__init__(self, prefix, inner)
 
     def is_over(self) -> bool:
-        """Whether a fault has ended the iteration. One that is done has had all whom it needed."""
+        """Whether a fault has ended the iteration. After ``done`` nobody waits for a lost rank."""
         return Ends(self._store).outcome_of(self._iteration) == FAULT
 
     @property
@@ -373,11 +373,11 @@ class PrefixStore(HoldingStore, TorchPrefixStore):
         return self._store.execute([under(self.namespace, step) for step in steps])
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Waits until all keys exist, as long as the iteration is on.
+        """Waits until all keys exist, while the iteration runs.
 
         Raises:
-            DistStoreError: they do not after the timeout.
-            RankShouldRestart: a fault has ended the iteration; a rank that was to write them may be lost.
+            DistStoreError: some keys do not exist at the timeout.
+            RankShouldRestart: a fault has ended the iteration; a rank that was to write a key may be lost.
         """
         deadline = self.now() + (timeout or self.timeout).total_seconds()
         pause = _FIRST_LOOK
@@ -397,4 +397,4 @@ class PrefixStore(HoldingStore, TorchPrefixStore):
         return PrefixStore(self._iteration, self._store.clone())
 
     def close(self) -> None:
-        """The store that it holds stays open."""
+        """Does nothing: the inner store stays open."""

@@ -1,4 +1,4 @@
-"""Calls that may block: made in a thread of their own, for which the caller waits no longer than it wants."""
+"""Calls that may block: each runs in a thread of its own, for which the caller waits a limited time."""
 
 import logging
 import queue
@@ -17,23 +17,23 @@ T = TypeVar("T")
 def call_in_thread(function: Callable[[], T], what: str, seconds: float | None = None) -> T:
     """Calls a function in a daemon thread and waits for its result.
 
-    A signal's handler runs at once while it waits, and what the handler raises is raised here; a call of
-    torch's stores would hold it up. A thread that does not end in time, or whose caller was interrupted, is
-    left behind with all that it uses: only the process can end it.
+    While the caller waits, signal handlers run at once, and their exceptions are raised here; a call of
+    torch's stores would delay them. A thread that does not end in time, or whose caller was interrupted, is
+    left behind with all that it uses: only the end of the process ends it.
 
     Args:
-        function: what to call.
-        what: what is being done, for the error and the thread's name.
-        seconds: how long to wait; None where the function has a limit of its own.
+        function: the function.
+        what: description of the call, for the error and the thread's name.
+        seconds: how long to wait; None if the function has a limit of its own.
 
     Returns:
         What the function returns.
 
     Raises:
-        ft_wrapper.exception.RestartTimeout: it took longer.
+        ft_wrapper.exception.RestartTimeout: the call took longer.
         BaseException: what the function raises.
     """
-    # Taken out of the queue, an error is held by no frame of its own traceback.
+    # A queue, so that no frame of an error's own traceback holds the error.
     answers: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
 
     def run() -> None:
@@ -52,16 +52,16 @@ def call_in_thread(function: Callable[[], T], what: str, seconds: float | None =
         try:
             raise error
         finally:
-            del error  # which holds this frame
+            del error  # its traceback holds this frame
     return result  # type: ignore[return-value]
 
 
 def in_background(what: str, work: Callable[[], object]) -> threading.Thread:
-    """Does some work in a daemon thread.
+    """Starts work in a daemon thread.
 
     Args:
-        what: what it is, for the thread's name and for messages.
-        work: what to do; an error is logged.
+        what: description of the work, for the thread's name and for messages.
+        work: the function to call; its errors are logged.
     """
 
     def run() -> None:
@@ -77,11 +77,11 @@ def in_background(what: str, work: Callable[[], object]) -> threading.Thread:
 
 
 def bounded(what: str, work: Callable[[], object], seconds: float) -> None:
-    """Does some work in a daemon thread, and waits a limited time for its end.
+    """Starts work in a daemon thread, and waits a limited time for its end.
 
     Args:
-        what: what it is, for the thread's name and for messages.
-        work: what to do; an error is logged. It goes on if it takes longer.
+        what: description of the work, for the thread's name and for messages.
+        work: the function to call; its errors are logged, and it goes on if it takes longer.
         seconds: how long to wait.
     """
     thread = in_background(what, work)
@@ -91,11 +91,11 @@ def bounded(what: str, work: Callable[[], object], seconds: float) -> None:
 
 
 def take_or_make(idle: list[T], make: Callable[[], T]) -> T:
-    """Takes an object that nobody uses, or makes a new one; from any thread.
+    """Takes an idle object, or makes a new one; from any thread.
 
     Args:
-        idle: those that nobody uses.
-        make: makes one.
+        idle: the idle objects.
+        make: makes an object.
     """
     try:
         return idle.pop()

@@ -23,40 +23,40 @@ T = TypeVar("T")
 
 _TTL = timedelta(seconds=DEFAULT_TTL)
 
-# A write and a deletion each.
+# A key takes two operations: a put and a deletion.
 _KEYS_A_WRITE = messages.MOST_OPERATIONS // 2
 _BYTES_A_WRITE = messages.LARGEST_REQUEST * 2 // 3
 
 
 class EtcdTimeout(DistStoreError, LookupError):
-    """No one wrote a key in time. The message names the keys."""
+    """Nobody wrote a key in time. The message names the missing keys."""
 
 
 class EtcdStore(Store, StoreMixin):
     """Keys in an etcd cluster (version 3.4 or later), under one prefix.
 
-    All keys of a job but signs of life go with one lease, which each process that has made a store keeps
-    alive until it closes that store; its clones live on it. When no process has done so for ``ttl`` the keys
-    are gone, and a client that comes back gets `StoreError`, never a number that was used before. A request
-    whose answer is lost is sent again, to another member if there is one. Then ``add`` may count one more, as
-    on TCPStore.
+    All keys of a job except heartbeats have one lease. Each process that has made a store keeps the lease
+    alive until it closes that store; clones depend on the store that they were made of. If no process keeps
+    the lease alive for ``ttl``, the keys are gone, and a client that comes back gets `StoreError`, never a
+    number that was used before. A request whose answer is lost is sent again, to another member if there is
+    one. Then ``add`` may count twice, as on TCPStore.
 
     Args:
-        endpoints: the members: ``"host:port,host:port"`` or a list of these.
-        prefix: in front of all keys of the job: no other job may have the same.
-        user: who to log in as; no one when None.
-        password: the user's.
-        ca: path of the certificates of those who may sign the members', PEM; makes it TLS.
-        cert: path of a certificate to show, PEM.
-        key: path of its key, PEM.
+        endpoints: the members: ``"host:port,host:port"``, or a list of ``"host:port"``.
+        prefix: prefix of all keys of the job; no other job may have the same.
+        user: user to log in as; no login when None.
+        password: password of the user.
+        ca: path of the CA certificates that the members' certificates are checked against, PEM; turns on TLS.
+        cert: path of the client's certificate, PEM.
+        key: path of the certificate's key, PEM.
         timeout: how long to try to reach etcd, and to wait in operations that wait.
-        ttl: how long the keys stay when no process keeps them alive; the client that begins the job says.
-        namespace: in front of the keys of this store, behind the prefix: one job may have several.
-        begins: whether to begin the job if there is none. One that died must not begin again unnoticed.
+        ttl: how long the keys stay when no process keeps them alive; set by the client that begins the job.
+        namespace: prefix of this store's keys, after ``prefix``; one job may have several.
+        begins: whether to begin the job if there is none. A job that died must not begin again unnoticed.
 
     Raises:
         StoreError: etcd cannot be reached within the timeout, or refuses; the message says why.
-        ValueError: an argument cannot be right.
+        ValueError: an argument is malformed.
     """
 
     # torch's Store has had a method of this name and another meaning since 2.12.
@@ -102,23 +102,23 @@ class EtcdStore(Store, StoreMixin):
         return self.within("")
 
     def within(self, namespace: str) -> "EtcdStore":
-        """A clone with other keys: they have this in front of them, behind the namespace of this store."""
+        """A clone whose keys are in a namespace below that of this store."""
         other = EtcdStore.__new__(EtcdStore)
         Store.__init__(other)
         other.set_timeout(self.timeout)
         other.patience, other._etcd, other.membership = self.patience, self._etcd, self.membership
         other._keys, other.place = self._keys.within(namespace), self.place + namespace
         other.seal, other.is_private = seal_of(other.place), self.is_private
-        other._origin = self._origin or self  # which keeps the lease alive
+        other._origin = self._origin or self  # keeps the lease alive
         return other
 
     def close(self) -> None:
-        """Ends what this process does to keep the job's keys alive, if this is no clone."""
+        """Stops keeping the job's keys alive; on a clone this does nothing."""
         if self._origin is None:
             self._stop_keeping()
 
     def remove(self) -> bool:
-        """Deletes all keys of the job, for all its processes; tells whether they were there still."""
+        """Deletes all keys of the job, for all its processes; returns whether they still existed."""
         return self._etcd.remove(self.patience)
 
     def clear(self) -> None:
@@ -127,7 +127,7 @@ class EtcdStore(Store, StoreMixin):
 
     @property
     def timeout(self) -> timedelta:
-        # torch's own PrefixStore sets it where only torch's half of this store sees it.
+        # torch's PrefixStore sets the timeout in the C++ part of this store, so it is read there.
         return super().timeout
 
     # torch's operations that write ----------------------------------------------------------------------
@@ -136,7 +136,7 @@ class EtcdStore(Store, StoreMixin):
         self.multi_set([key], [value])
 
     def multi_set(self, keys: list[str], values: Sequence[str | bytes]) -> None:
-        """Writes several keys; all at once up to some 60 keys and a megabyte."""
+        """Writes several keys; all at once if they are no more than some 60 keys and a megabyte."""
         texts = [to_text(encoded(value), key, is_ours=False) for key, value in zip(keys, values, strict=True)]
         self._perform([Write({key: text}) for key, text in zip(keys, texts, strict=True)])
 
@@ -213,7 +213,7 @@ class EtcdStore(Store, StoreMixin):
         while name.startswith(names.WAKE) and (standing := self._etcd.standing_watch(wakes, self.patience)):
             remaining = deadline - time.monotonic()
             said = standing.wait_for(self._keys.span(name).key, min(remaining, LOOK_AGAIN))
-            if said is None:  # what was written just now may not have been told yet
+            if said is None:  # the watch may not have delivered a recent write yet
                 said = messages.value_of(self._held(name))
             if said is not None:
                 text = to_text(said, name, self.seal is None)
@@ -223,7 +223,7 @@ class EtcdStore(Store, StoreMixin):
         return super().wait_for(key, deadline - time.monotonic())
 
     def _perform(self, steps: Sequence[Step]) -> list[str | None]:
-        """Carries out steps: as few transactions as they fit in, and a request for each sign of life."""
+        """Carries out steps, in as few transactions as possible; each heartbeat is a request of its own."""
         given = list[str | None]()
         for group in _groups(steps):
             match group:
@@ -255,11 +255,11 @@ class EtcdStore(Store, StoreMixin):
     # Steps of these -------------------------------------------------------------------------------------
 
     def _held(self, key: str) -> Sequence[KeyValue]:
-        """What a key holds, with the revisions at which it was written."""
+        """The value of a key, in parts, with the revisions at which they were written."""
         return self._look("get", [key])[1].get(key, ())
 
     def _look(self, what: str, keys: Sequence[str]) -> tuple[int, dict[str, Sequence[KeyValue]]]:
-        """What those of some keys hold that are there; and as of which revision."""
+        """The revision of the read, and the values of the keys that exist."""
         reads = [messages.get(self._keys.span(key)) for key in keys]
         revision, answers = self._etcd.read(f"{what} {', '.join(map(repr, keys))}", reads, self.patience)
         return revision, {key: found.keys for key, found in zip(keys, answers, strict=True) if found.keys}
@@ -267,7 +267,7 @@ class EtcdStore(Store, StoreMixin):
     def _await(self, what: str, keys: Sequence[str], deadline: float) -> None:
         """Waits for keys, one after the other; raises `EtcdTimeout` unless each is written in time.
 
-        Each is watched from the first look on: one that is written and deleted meanwhile has been there.
+        Each key is watched from the first look on, so a key that is written and deleted counts as written.
         """
         missing, since = set(keys), dict[str, int]()
         while missing:
@@ -287,12 +287,12 @@ class EtcdStore(Store, StoreMixin):
                 since.clear()
 
     def _modify(self, what: str, key: str, decide: Callable[[bytes | None], tuple[list[Operation], T]]) -> T:
-        """Changes a key as follows from what it holds, unless it was written since.
+        """Changes a key depending on its value; tries again if the key was written meanwhile.
 
         Args:
-            what: what to call it in messages.
+            what: name of the change, for messages.
             key: the key.
-            decide: from what the key holds to what to do, nothing if there is no need, and to the result.
+            decide: maps the key's value to the operations, none if nothing has to change, and the result.
         """
         held = self._held(key)
         while True:
@@ -307,7 +307,7 @@ class EtcdStore(Store, StoreMixin):
 
 
 def _groups(steps: Sequence[Step]) -> Iterator[list[Step]]:
-    """Steps in a row that one transaction can hold; each of the others by itself."""
+    """Groups consecutive steps that fit in one transaction; other steps are groups of one."""
     group = list[Step]()
     for step in steps:
         if group and not _fit_together([*group, step]):
@@ -319,9 +319,9 @@ def _groups(steps: Sequence[Step]) -> Iterator[list[Step]]:
 
 
 def _fit_together(steps: Sequence[Step]) -> bool:
-    """Whether one transaction can hold them: it must not be too large, nor write a key twice.
+    """Whether steps fit in one transaction, which must not be too large, nor write a key twice.
 
-    Entries of a log that are written at once have no order. A sign of life is no transaction.
+    Entries of one log that are written at once would have no order. A heartbeat is no transaction.
     """
     every = [key for step in steps for key in keys_of(step)]
     written = [key for step in steps for key in keys_of(step) if not isinstance(step, Reading)]

@@ -1,10 +1,10 @@
 """Requests to an etcd cluster through its JSON gateway: members, retries, login, TLS.
 
-HTTP rather than gRPC because ranks fork: a gRPC channel does not survive a fork, while a connection here is
-made by the process that uses it. All reads are linearizable.
+HTTP rather than gRPC because ranks fork: a gRPC channel does not survive a fork, while here each process
+makes its own connections. All reads are linearizable.
 
 A request whose answer was lost may have been carried out, and may still be carried out after its repetition.
-So a client that changes something hands in a transaction whose comparisons make that harmless.
+So each change is a transaction whose comparisons make a repetition harmless.
 """
 
 import json
@@ -31,12 +31,12 @@ except ImportError as error:
 
 log = logging.getLogger(__name__)
 
-_FIRST_TRY = 0.5  # seconds for one try; proposals in flight at a change of leader are lost silently
-_LONGEST_TRY = 5.0  # where every member is that slow
+_FIRST_TRY = 0.5  # seconds for the first try; proposals in flight at a change of leader are lost silently
+_LONGEST_TRY = 5.0  # if every member is that slow
 _SHORTEST_TRY = 0.05
-_CONNECTIONS = 8  # kept open to a member for the threads of a process; more are made and closed again
+_CONNECTIONS = 8  # kept open to a member for the threads of a process; further ones are closed after use
 
-# A host that is cut off sends nothing, and a healthy watch is silent for long.
+# TCP keepalive, since a host that is cut off sends nothing, but a healthy watch is silent for long, too.
 _SOCKET_OPTIONS: list[tuple[int, int, int | bytes]] = [
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -50,19 +50,19 @@ class EtcdClient:
     """Requests to an etcd cluster, from all threads of a process, and from its children after a fork.
 
     Args:
-        endpoints: the members: ``host:port,host:port``, or a list of these; with or without a scheme.
-        user: who to log in as; no one when None.
-        password: the user's.
-        ca: path of the certificates of those who may sign the members', PEM; makes it TLS.
-        cert: path of a certificate to show, PEM; makes it TLS.
-        key: path of its key, PEM.
-        timeout: seconds for which a request is tried again before it fails.
+        endpoints: the members: ``host:port,host:port``, or a list of ``host:port``; with or without a scheme.
+        user: user to log in as; no login when None.
+        password: password of the user.
+        ca: path of the CA certificates that the members' certificates are checked against, PEM; turns on TLS.
+        cert: path of the client's certificate, PEM; turns on TLS.
+        key: path of the certificate's key, PEM.
+        timeout: seconds for which a request is retried before it fails.
 
     Attributes:
-        leaving: are called with a member that is not asked any more, for it may be stopped.
+        leaving: functions that are called with a member that is no longer used, since it may be stopped.
 
     Raises:
-        ValueError: an argument cannot be right; no network is touched.
+        ValueError: an argument is malformed. No network is used.
     """
 
     def __init__(
@@ -122,26 +122,26 @@ class EtcdClient:
         """Carries out a transaction.
 
         Args:
-            transaction: what to do.
-            timeout: seconds for which it is tried again; the client's when None.
+            transaction: the transaction.
+            timeout: seconds for which it is retried; the client's when None.
 
         Raises:
-            StoreUnavailable: no member answered in time. It may have been carried out.
-            StoreError: it failed; names endpoints and operation.
+            StoreUnavailable: no member answered in time. The transaction may have been carried out.
+            StoreError: the transaction failed; names endpoints and operation.
         """
         return Answer.parse(self.request(transaction.what, "kv/txn", transaction.json, timeout))
 
     def grant(self, ttl: int, timeout: float | None = None) -> int:
-        """Makes a lease for so many seconds; returns its id. After a lost answer there is one more."""
+        """Makes a lease of ``ttl`` seconds; returns its id. After a lost answer there is one more lease."""
         return int(self.request("lease grant", "lease/grant", {"TTL": str(ttl)}, timeout)["ID"])
 
     def keep_alive(self, lease: int, timeout: float | None = None) -> int:
-        """Lets a lease last its whole time again; returns the seconds, 0 if there is no such lease."""
+        """Renews a lease; returns its seconds, 0 if there is no such lease."""
         reply = self.request("lease keep alive", "lease/keepalive", {"ID": str(lease)}, timeout)
         return int(reply.get("result", {}).get("TTL", 0))
 
     def revoke(self, lease: int, timeout: float | None = None) -> bool:
-        """Ends a lease, and deletes the keys that go with it; tells whether there was one."""
+        """Ends a lease, and deletes its keys; returns whether it existed."""
         try:
             self.request("lease revoke", "lease/revoke", {"ID": str(lease)}, timeout)
         except EtcdRefused as error:
@@ -156,17 +156,17 @@ class EtcdClient:
         """Sends a request until a member answers.
 
         Args:
-            what: what to call it in messages.
-            path: behind ``/v3/``.
+            what: name of the request, for messages.
+            path: path of the request after ``/v3/``.
             body: the request as JSON.
-            timeout: seconds for which it is tried again; the client's when None.
+            timeout: seconds for which the request is retried; the client's when None.
 
         Returns:
             The answer as JSON.
 
         Raises:
-            StoreUnavailable: no member answered in time. It may have been carried out.
-            StoreError: it failed; names endpoints and operation.
+            StoreUnavailable: no member answered in time. The request may have been carried out.
+            StoreError: the request failed; names endpoints and operation.
         """
         seconds = self.timeout if timeout is None else timeout
         deadline = time.monotonic() + seconds
@@ -196,18 +196,18 @@ class EtcdClient:
 
     @property
     def current(self) -> Endpoint:
-        """The member that is asked next."""
+        """The member that gets the next request."""
         return self._endpoints[self._current]
 
     def leave(self, endpoint: Endpoint) -> None:
-        """Asks another member from now on, if this one, which does not answer, is the current one."""
+        """Goes on with the next member, if the given one, which does not answer, is the current one."""
         if endpoint == self.current and len(self._endpoints) > 1:
             self._current = (self._current + 1) % len(self._endpoints)
             for listener in list(self.leaving):
                 listener(endpoint)
 
     def prefer_leader(self) -> None:
-        """Asks the leader from now on, if a member says that it leads: the others only hand requests on."""
+        """Makes the leader the current member, if it can be found: other members only forward requests."""
         if len(self._endpoints) == 1:
             return
         before = self._current
@@ -225,16 +225,19 @@ class EtcdClient:
     # One try, also for watches -------------------------------------------------------------------------
 
     def try_lasts(self, tries: int) -> float:
-        """Seconds for a try, of which this is so many in a row: more with every round through the members."""
+        """Seconds for a try, by its number in a row; longer with every round through the members."""
         return min(_LONGEST_TRY, _FIRST_TRY * 2.0 ** min(10, (tries - 1) // len(self._endpoints)))
 
     def pause_after(self, failures: int) -> float:
-        """Seconds before another try after so many failures: none until all members have been asked."""
+        """Seconds before another try, by the number of failures; 0 until all members have been tried."""
         rounds = failures // len(self._endpoints)
         return 0.0 if rounds == 0 else random.uniform(0.5, 1.0) * min(0.5, 0.01 * 2.0 ** min(10, rounds))
 
     def token(self, patience: float) -> str | None:
-        """The user's token; logs in, within so many seconds, if there is none yet. None without users.
+        """The user's token; logs in if there is none yet. None without a user.
+
+        Args:
+            patience: seconds for the login.
 
         Raises:
             NoAnswer: the member cannot answer now.
@@ -253,7 +256,11 @@ class EtcdClient:
         return self._token
 
     def forget(self, token: str | None) -> bool:
-        """Forgets a token that etcd did not take: it runs out, or dies with a member. False without users."""
+        """Forgets a token that etcd refused: it has expired, or was lost with a member.
+
+        Returns:
+            Whether another login may help; False without a user.
+        """
         if self._user is None:
             return False
         if self._token == token:
@@ -265,7 +272,7 @@ class EtcdClient:
         return {"Content-Type": "application/json", **({} if token is None else {"Authorization": token})}
 
     def connection(self, endpoint: Endpoint, patience: float) -> urllib3.connection.HTTPConnection:
-        """A connection of its own, on which no step takes longer than so many seconds."""
+        """A new connection, on which no step takes longer than ``patience`` seconds."""
         given: dict[str, Any] = {"timeout": patience, "socket_options": _SOCKET_OPTIONS}
         if endpoint.tls:
             return urllib3.connection.HTTPSConnection(endpoint.host, endpoint.port, **given, **self._tls)
@@ -279,12 +286,12 @@ class EtcdClient:
         except EtcdRefused as error:
             if not (error.wants_login and self.forget(token)):
                 raise
-            return self._post(what, path, data, patience, self.token(patience))  # nothing was done
+            return self._post(what, path, data, patience, self.token(patience))  # etcd has done nothing yet
 
     def _post(self, what: str, path: str, data: bytes, patience: float, token: str | None) -> dict[str, Any]:
         if self._pid != os.getpid():
-            # The connections of the process that this one was forked from are kept: closing one may tell the
-            # other side.
+            # This process was forked. The parent's connections are kept here, since closing one under TLS may
+            # send a message to the other side.
             self._inherited.append(self._pools)
             self._begin()
         endpoint = self.current

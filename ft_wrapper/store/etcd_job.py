@@ -1,4 +1,4 @@
-"""What a job has in etcd: keys under one lease, signs of life."""
+"""A job in etcd: its keys under one lease, and its heartbeats."""
 
 import contextlib
 import logging
@@ -18,32 +18,32 @@ from .etcd_watch import StandingWatch
 
 log = logging.getLogger(__name__)
 
-_KEYS, _LIFE = b"k/", b"life"  # behind the prefix
+_KEYS, _LIFE = b"k/", b"life"  # after the prefix
 
 _KEPT_WITHIN = 5.0  # seconds for a request that keeps the lease alive
-_KEPT_AGAIN_AFTER = 5.0  # seconds, when no member answered
+_KEPT_AGAIN_AFTER = 5.0  # seconds until the next such request if no member answered
 _CLOSED_WITHIN = 2.0  # seconds for the thread that keeps the lease alive, which closes the watches
-_SHORTEST_BEAT = 2  # seconds; etcd grants no lease for less than it can keep, with its own settings
+_SHORTEST_BEAT = 2  # seconds; etcd grants no shorter lease by its default settings
 
 
 class EtcdJob:
-    """All keys of a job: they lie under one prefix, and go with one lease, signs of life apart.
+    """All keys of a job: they are under one prefix, and have one lease, except heartbeats.
 
-    ``life`` holds a nonce, written with the lease. Everything is read and changed only while it holds that
-    nonce: a client that comes back after the lease ran out gets an error, never an empty store.
+    The key ``life`` holds a nonce, and has the lease. Keys are read and changed only while ``life`` holds
+    that nonce. So a client that comes back after the lease has expired gets an error, never an empty store.
 
     Args:
-        client: of etcd.
-        prefix: in front of all keys.
-        ttl: seconds for which the keys of a new job stay when no process keeps the lease alive; None if there
-            is to be a job already.
+        client: a client of etcd.
+        prefix: prefix of all keys.
+        ttl: seconds for which the keys of a new job stay when no process keeps the lease alive; None if the
+            job has to exist already.
         timeout: seconds for which to try to reach etcd.
 
     Attributes:
-        prefix: as bytes.
-        keys: what the keys of stores begin with.
-        lease: that all keys go with.
-        nonce: of this job, and of none before it under the same prefix.
+        prefix: the prefix as bytes.
+        keys: prefix of the keys of the job's stores.
+        lease: the lease of all keys.
+        nonce: unique to this job: an earlier job under the same prefix had another one.
 
     Raises:
         StoreError: etcd cannot be reached, or refuses; the message says why.
@@ -55,7 +55,7 @@ class EtcdJob:
         self.keys = self.prefix + _KEYS
         self._life = Span(self.prefix + _LIFE)
         self.lease, self.nonce = self._find_or_begin(ttl, timeout)
-        self._beats: dict[tuple[Span, int], int] = {}  # leases, by the entries and the time that each has
+        self._beats: dict[tuple[Span, int], int] = {}  # leases of heartbeats, by their entries and ttl
         client.prefer_leader()
         self._begin_waiting()
 
@@ -68,11 +68,11 @@ class EtcdJob:
         """Carries out a transaction; after a lost answer perhaps twice, or late.
 
         Args:
-            transaction: what to do.
-            timeout: seconds for which it is tried again.
+            transaction: the transaction.
+            timeout: seconds for which it is retried.
 
         Raises:
-            StoreError: it failed, or the job's keys are gone.
+            StoreError: the transaction failed, or the job's keys are gone.
         """
         while_it_lasts = transaction._replace(
             compare=[compare(self._life, "value", self.nonce), *transaction.compare],
@@ -90,13 +90,18 @@ class EtcdJob:
         return done._replace(answers=answers)
 
     def read(self, what: str, spans: Sequence[Operation], timeout: float) -> tuple[int, list[Answer]]:
-        """Reads any number of spans, each by `get`.
+        """Reads any number of spans.
+
+        Args:
+            what: name of the read, for messages.
+            spans: the spans, each made by `get`.
+            timeout: seconds for which the read is retried.
 
         Returns:
-            The revision as of which the first of them was read, or all if they are few; and what was read.
+            The revision at which the first `MOST_OPERATIONS` spans were read, and an answer for each span.
 
         Raises:
-            StoreError: it failed, or the job's keys are gone.
+            StoreError: the read failed, or the job's keys are gone.
         """
         revision, answers = 0, list[Answer]()
         for start in range(0, max(1, len(spans)), MOST_OPERATIONS):
@@ -106,10 +111,11 @@ class EtcdJob:
         return revision, answers
 
     def remove(self, timeout: float) -> bool:
-        """Deletes all keys of the job, with its lease; tells whether it was there still.
+        """Deletes all keys of the job, and its lease; returns whether the job still existed.
 
-        Not by the lease alone: signs of life have leases of their own. At once, since another job may begin
-        as soon as ``life`` is gone. And not all below the prefix: other jobs may have theirs there.
+        To end the lease is not enough, since heartbeats have their own. The deletion is one transaction,
+        since another job may begin as soon as ``life`` is gone. It spares other keys below the prefix, which
+        may be those of other jobs.
         """
         spans = [self._life, Span.prefix(self.keys)]
         removal = Transaction(
@@ -122,18 +128,18 @@ class EtcdJob:
 
     def _begin_waiting(self) -> None:
         self._pid = os.getpid()
-        self._lock = threading.Lock()  # another thread may have held it when this process was forked
+        self._lock = threading.Lock()  # new after a fork: another thread may have held the old lock
         self._standing: dict[Span, StandingWatch] = {}
         self._is_kept = True
 
     def standing_watch(self, span: Span, timeout: float) -> StandingWatch | None:
-        """A watch of a span that stays open as long as this process keeps the job alive; None after that.
+        """A watch of a span that stays open while this process keeps the job alive; None after that.
 
         Args:
-            span: what is watched.
+            span: the keys to watch.
             timeout: seconds for which to try to reach etcd.
         """
-        if self._pid != os.getpid():  # the threads of the watches have stayed in the process we come from
+        if self._pid != os.getpid():  # after a fork; the threads of the watches have stayed in the parent
             self._begin_waiting()
         with self._lock:
             found = self._standing.get(span)
@@ -170,13 +176,13 @@ class EtcdJob:
         return life.lease, life.value
 
     def keep_alive(self, owner: object) -> Callable[[], None]:
-        """Keeps the lease alive, from a thread of this process, until an object is collected.
+        """Keeps the lease alive, in a thread of this process, until an object is collected.
 
         Args:
-            owner: that object.
+            owner: the object.
 
         Returns:
-            Ends it before that, with all threads and connections.
+            A function that ends this earlier, with all threads and connections.
         """
         stop: queue.SimpleQueue[None] = queue.SimpleQueue()
         thread = in_background("keeping the job's lease alive", lambda: self._keep(stop))
@@ -210,32 +216,32 @@ class EtcdJob:
             watch.close()
         self.client.close()
 
-    # Signs of life -------------------------------------------------------------------------------------
+    # Heartbeats ----------------------------------------------------------------------------------------
 
     def beat(self, what: str, entries: Span, lasts: float, timeout: float) -> None:
-        """Gives a sign of life: by a lease, since what is only kept alive is not written.
+        """Sends a heartbeat: renews a lease, which writes no key.
 
-        Lease and entry are made at the first sign of life, and again when the lease has run out; each further
-        one keeps the lease alive and writes nothing. etcd takes away leases that no process keeps alive, with
-        their entries. Several processes may give signs of life for the same key, each by an entry of its own,
-        or a parent and its child by the same: the last of them counts.
+        The first heartbeat makes a lease and an entry with it, and so does the next one after the lease has
+        expired; each other heartbeat only renews the lease. When nobody renews a lease, etcd deletes it with
+        its entry. Several processes may send heartbeats for the same key, each by an entry of its own; a
+        parent and its child share one. The last of the entries to expire counts.
 
-        A lease that is there is kept alive even if the job's keys are gone: a reader is told.
+        An existing lease is renewed even if the job's keys are gone: readers get an error anyway.
 
         Args:
-            what: what to call it in messages.
-            entries: where its entry is to be.
-            lasts: seconds for which it holds; two at least.
-            timeout: seconds for which a request is tried again.
+            what: name of the heartbeat, for messages.
+            entries: the key's entries, one of which is this lease's.
+            lasts: seconds for which the heartbeat lasts; at least two.
+            timeout: seconds for which a request is retried.
 
         Raises:
-            StoreError: it failed; or the lease had run out, and the job's keys are gone.
+            StoreError: a request failed; or the lease had expired, and the job's keys are gone.
         """
         ttl = max(_SHORTEST_BEAT, math.ceil(lasts))
         lease = self._beats.get((entries, ttl))
         if lease is None or not self.client.keep_alive(lease, timeout):
             lease = self.client.grant(ttl, timeout)
-            # The name is the lease's: after a lost answer, or late, it is written once more and no other.
+            # The entry has the lease's name, so a repeated or late write makes no other entry.
             entry = put(entries.key + b"%x" % lease, b"", lease)
             self.transact(Transaction(what, [entry]), timeout)
             self._beats[entries, ttl] = lease

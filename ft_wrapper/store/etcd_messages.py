@@ -1,6 +1,7 @@
-"""What etcd's JSON gateway is asked, what its answers mean, where a store's keys are. No input or output.
+"""Requests to etcd's JSON gateway, the meaning of its answers, and the layout of a store's keys. No I/O.
 
-In the gateway's JSON bytes are in base 64, 64-bit numbers are text, and what is 0 or empty is left out.
+In the gateway's JSON, bytes are in base 64, 64-bit numbers are text, and fields that are 0 or empty are left
+out.
 """
 
 import base64
@@ -16,9 +17,9 @@ from ..protocol import operations as steps
 from ..protocol.operations import Step, encoded, to_text
 from .address import Endpoint
 
-#: The most bytes that etcd takes in a request, about, by default.
+#: Bytes of the largest request that etcd accepts by default, about.
 LARGEST_REQUEST = 1_500_000
-#: The most operations that etcd takes in a transaction, by default.
+#: Most operations of a transaction that etcd accepts by default.
 MOST_OPERATIONS = 128
 
 NOT_FOUND, PERMISSION_DENIED, _UNAUTHENTICATED = 5, 7, 16  # gRPC's codes, as the gateway gives them
@@ -30,11 +31,11 @@ _ENTRY = b"/"
 
 
 class EtcdRefused(StoreError):
-    """etcd answered that it will not. The message says what, and why.
+    """etcd refused a request. The message names the request and the reason.
 
     Attributes:
         code: gRPC's number of the reason.
-        reason: etcd's words.
+        reason: the reason in etcd's words.
     """
 
     def __init__(self, message: str, code: int, reason: str) -> None:
@@ -49,28 +50,28 @@ class EtcdRefused(StoreError):
 
 
 class EtcdCompacted(StoreError):
-    """The revision asked for lies before etcd's last compaction: read again, and go on from there."""
+    """The requested revision is older than etcd's last compaction: read, and go on from there."""
 
 
 class NoAnswer(Exception):
-    """A member did not answer, or cannot right now: another try may do better."""
+    """A member did not answer, or cannot right now: another try may succeed."""
 
 
 class Span(NamedTuple):
-    """A key; or all keys from one up to, and without, ``end``."""
+    """One key; or all keys from ``key`` up to ``end``, ``end`` excluded."""
 
     key: bytes
     end: bytes | None = None
 
     @classmethod
     def prefix(cls, start: bytes) -> "Span":
-        """All keys that begin with some bytes, not all of which are 255."""
+        """All keys that begin with ``start``, which must contain a byte other than 255."""
         kept = start.rstrip(b"\xff")
         return cls(start, kept[:-1] + bytes([kept[-1] + 1]))
 
     @property
     def json(self) -> dict[str, str]:
-        """As a request names it."""
+        """The span as a request names it."""
         named = {"key": _to_base64(self.key)}
         return named if self.end is None else {**named, "range_end": _to_base64(self.end)}
 
@@ -86,7 +87,7 @@ class KeyValue(NamedTuple):
 
     @classmethod
     def parse(cls, kv: dict[str, Any]) -> "KeyValue":
-        """Reads one of an answer."""
+        """Reads a key of an answer."""
         return cls(
             base64.b64decode(kv["key"]),
             base64.b64decode(kv.get("value", "")),
@@ -98,11 +99,11 @@ class Answer(NamedTuple):
     """The answer to one operation, or to a transaction.
 
     Args:
-        keys: that `get` read, in the order in which they were created.
-        number: how many keys `get` found, or `delete` deleted.
-        succeeded: whether the comparisons of a transaction held.
-        answers: to the operations that it carried out, in order.
-        revision: of the store after a transaction.
+        keys: keys that `get` read, in the order in which they were created.
+        number: number of keys that `get` found or `delete` deleted.
+        succeeded: whether the comparisons of a transaction were true.
+        answers: answers to the operations that a transaction carried out, in order.
+        revision: revision of the store after a transaction.
     """
 
     keys: tuple[KeyValue, ...]
@@ -113,7 +114,7 @@ class Answer(NamedTuple):
 
     @classmethod
     def parse(cls, reply: dict[str, Any]) -> "Answer":
-        """Reads one."""
+        """Reads an answer."""
         return cls(
             tuple(KeyValue.parse(kv) for kv in reply.get("kvs", [])),
             int(reply.get("count", reply.get("deleted", 0))),
@@ -123,7 +124,7 @@ class Answer(NamedTuple):
         )
 
 
-#: What must hold of some keys, as JSON: made by `compare`.
+#: A condition on keys, as JSON: made by `compare`.
 Comparison = dict[str, str]
 #: An operation of a transaction, as JSON: made by `get`, `put` or `delete`.
 Operation = dict[str, dict[str, Any]]
@@ -136,7 +137,7 @@ def get(span: Span, *, keys_only: bool = False, count_only: bool = False) -> Ope
 
 
 def put(key: bytes, value: bytes, lease: int = 0) -> Operation:
-    """Writes a key, which goes with its lease if that is not 0."""
+    """Writes a key, with a lease unless that is 0."""
     return {"request_put": {"key": _to_base64(key), "value": _to_base64(value), "lease": str(lease)}}
 
 
@@ -146,13 +147,13 @@ def delete(span: Span) -> Operation:
 
 
 class Transaction(NamedTuple):
-    """Operations that are done all at once if all comparisons hold, and others that are done if not.
+    """Operations that etcd does all at once if all comparisons are true, and others that it does otherwise.
 
     Args:
-        what: what to call it in messages.
-        success: what to do if they hold; at most `MOST_OPERATIONS`.
-        compare: what must hold, made by `compare`.
-        failure: what to do otherwise.
+        what: name of the transaction, for messages.
+        success: operations if all comparisons are true; at most `MOST_OPERATIONS`.
+        compare: comparisons, made by `compare`.
+        failure: operations otherwise.
     """
 
     what: str
@@ -162,18 +163,18 @@ class Transaction(NamedTuple):
 
     @property
     def json(self) -> dict[str, Any]:
-        """As a request, or another transaction, holds it."""
+        """The transaction as part of a request, or of another transaction."""
         return {"compare": [*self.compare], "success": [*self.success], "failure": [*self.failure]}
 
 
 def compare(span: Span, target: str, than: bytes | int, result: str = "equal") -> Comparison:
-    """What must hold of each key of a span.
+    """A comparison that has to be true for each key of a span.
 
     Args:
         span: the keys. An absent key has ``version``, ``create`` and ``mod`` 0 and no ``value``.
-        target: ``value``, ``version``, ``create`` or ``mod``.
-        than: what to compare with.
-        result: ``equal``, ``less`` or ``greater``.
+        target: what to compare: ``value``, ``version``, ``create`` or ``mod``.
+        than: value to compare it with.
+        result: required result: ``equal``, ``less`` or ``greater``.
     """
     field = target if target in ("value", "version") else f"{target}_revision"
     text = _to_base64(than) if isinstance(than, bytes) else str(than)
@@ -181,19 +182,19 @@ def compare(span: Span, target: str, than: bytes | int, result: str = "equal") -
 
 
 def read_answer(what: str, endpoint: Endpoint, status: int, data: bytes) -> dict[str, Any]:
-    """Returns an answer as JSON.
+    """Reads an answer as JSON.
 
     Args:
-        what: the request, for messages.
-        endpoint: who answers.
-        status: of HTTP.
-        data: the answer.
+        what: name of the request, for messages.
+        endpoint: the member that answers.
+        status: HTTP status.
+        data: body of the answer.
 
     Raises:
         NoAnswer: the member cannot answer now.
-        EtcdCompacted: the revision is not kept any more.
-        EtcdRefused: etcd refuses.
-        StoreError: it is no etcd.
+        EtcdCompacted: etcd no longer has the revision.
+        EtcdRefused: etcd refuses the request.
+        StoreError: the server is no etcd.
     """
     try:
         reply = json.loads(data)
@@ -201,8 +202,8 @@ def read_answer(what: str, endpoint: Endpoint, status: int, data: bytes) -> dict
         reply = None
     if isinstance(reply, dict):
         inner = reply.get("error")
-        error = inner if isinstance(inner, dict) else reply  # the former is a stream's
-        code = error.get("grpc_code") or error.get("code")  # here and below the first until etcd 3.4
+        error = inner if isinstance(inner, dict) else reply  # a dict inside in the answers of a stream
+        code = error.get("grpc_code") or error.get("code")  # the first name until etcd 3.4, as below
         if code or error is inner:
             raise refusal(what, endpoint, int(code or 2), str(error.get("error") or error.get("message")))
         if status == 200:
@@ -216,20 +217,20 @@ def read_answer(what: str, endpoint: Endpoint, status: int, data: bytes) -> dict
 
 
 def refusal(what: str, endpoint: Endpoint, code: int, reason: str) -> Exception:
-    """What a member's refusal means.
+    """The error for a member's refusal.
 
     Args:
-        what: the request, for messages.
-        endpoint: who refuses it.
+        what: name of the request, for messages.
+        endpoint: the member that refuses.
         code: gRPC's number of the reason.
-        reason: etcd's words.
+        reason: the reason in etcd's words.
     """
     if "compacted" in reason:
         return EtcdCompacted(f"{endpoint}: {what}: {reason}")
     if "too many requests" in reason or (code in _PASSING and "invalid" not in reason):
         return NoAnswer(f"{endpoint}: {reason}")
     hint = ""
-    if "too large" in reason or "larger than max" in reason:  # the latter is the gateway's
+    if "too large" in reason or "larger than max" in reason:  # the second text is the gateway's
         hint = f"; etcd takes no more than about {LARGEST_REQUEST} bytes a request"
     elif "space exceeded" in reason:
         hint = "; compact and defragment it, and disarm its alarm"
@@ -239,20 +240,20 @@ def refusal(what: str, endpoint: Endpoint, code: int, reason: str) -> Exception:
 
 
 def meaning_of(what: str, endpoint: Endpoint, error: Exception) -> Exception:
-    """What an error of the HTTP library means.
+    """The error of this package for an error of the HTTP library.
 
     Args:
-        what: the request, for messages.
-        endpoint: who was asked.
-        error: the library's; one that says already what it means is kept.
+        what: name of the request, for messages.
+        endpoint: the member that got the request.
+        error: the library's error, or a `NoAnswer`, which is returned as it is.
     """
     if isinstance(error, NoAnswer):
         return error
     cause: BaseException | None = error
     hint = ""
     while cause is not None:
-        # A server hangs up on TLS that it does not speak, on plain text where it speaks TLS, and on a
-        # certificate that it does not accept: its alert may be lost. So does one that is killed.
+        # A server hangs up if only one side speaks TLS, if it does not accept a certificate (its alert may be
+        # lost), and if it is killed.
         if isinstance(cause, ssl.SSLEOFError | ssl.SSLZeroReturnError | ConnectionResetError):
             wants = "speaks TLS and accepts this side's certificate" if endpoint.tls else "wants https"
             hint = f"; see whether it {wants}"
@@ -263,12 +264,12 @@ def meaning_of(what: str, endpoint: Endpoint, error: Exception) -> Exception:
             )
         following = cause.__cause__ or cause.__context__
         cause = following or next((a for a in cause.args if isinstance(a, BaseException)), None)
-    # The HTTP library puts an object in front of its words.
+    # The HTTP library puts an object's repr in front of its message.
     return NoAnswer(f"{endpoint}: {str(error).rpartition('>: ')[2] or repr(error)}{hint}")
 
 
 def _is_final(error: ssl.SSLError) -> bool:
-    """Whether another try does no better: the two sides do not accept each other's certificates."""
+    """Whether retries are useless, since the two sides do not accept each other's certificates."""
     reason = error.reason or ""
     return isinstance(error, ssl.SSLCertVerificationError) or "ALERT" in reason or "WRONG_VERSION" in reason
 
@@ -281,12 +282,12 @@ def _to_base64(data: bytes) -> str:
 
 
 class EtcdKeys:
-    """The keys of a store: what was set is at a key's name, what was appended since is behind it, as entries.
+    """The layout of a store's keys: a set value is at the key's name, appended entries are at names below it.
 
     Args:
-        prefix: in front of all of them.
-        lease: that they go with.
-        nonce: of the job; signs of life of another one with the same prefix are none.
+        prefix: prefix of all keys.
+        lease: lease of all keys.
+        nonce: nonce of the job, so that heartbeats of an earlier job with the same prefix do not count.
     """
 
     def __init__(self, prefix: bytes, lease: int, nonce: bytes) -> None:
@@ -296,29 +297,29 @@ class EtcdKeys:
         self._looks = itertools.count(1)
 
     def within(self, namespace: str) -> "EtcdKeys":
-        """Those with a namespace in front of their names, behind the prefix."""
+        """The keys of a namespace below this one."""
         return EtcdKeys(self.all(namespace).key, self._lease, self._nonce)
 
     # Where they are -------------------------------------------------------------------------------------
 
     def all(self, start: str = "") -> Span:
-        """All keys whose names begin so."""
+        """All keys whose names begin with ``start``."""
         return Span.prefix(self._prefix + start.encode().replace(b"\0", b"\0\xff"))
 
     def span(self, key: str) -> Span:
-        """What was set and, in the order in which they were created, all entries since."""
-        return Span.prefix(self.all(key).key + _END)  # no name with its end is the beginning of another one
+        """The set value of a key and all entries since then, in the order of their creation."""
+        return Span.prefix(self.all(key).key + _END)  # with the end mark, no name is the beginning of another
 
     def entries(self, key: str) -> Span:
-        """What was appended."""
+        """The appended entries of a key."""
         return Span.prefix(self.span(key).key + _ENTRY)
 
     def beats(self, key: str) -> Span:
-        """Signs of life: entries that go with leases of their own."""
+        """The heartbeats of a key: entries with leases of their own."""
         return Span.prefix(self.entries(key).key + self._nonce)
 
     def name(self, place: bytes) -> str:
-        """The name of the key that has something at a place."""
+        """The name of the key to which a key of etcd belongs."""
         name = place.removeprefix(self._prefix)
         return name[: name.index(_END)].replace(b"\0\xff", b"\0").decode()
 
@@ -329,13 +330,13 @@ class EtcdKeys:
         return [put(self.span(key).key, value, self._lease), delete(self.entries(key))]
 
     def append(self, key: str, value: bytes) -> Operation:
-        """Appends, under a name of its own: however often it is written, it is one entry."""
+        """Appends an entry under a unique name, so that a repeated write makes no second entry."""
         return put(self.entries(key).key + secrets.token_hex(12).encode(), value, self._lease)
 
     def unchanged(self, key: str, held: Sequence[KeyValue]) -> list[Comparison]:
-        """What holds as long as a key holds the same: nothing was written since, and it is there still.
+        """The comparisons that are true as long as nothing was written to a key, and it was not deleted.
 
-        No entry is deleted without the first one, or what was set.
+        Entries are deleted only together with the oldest one, so it is enough to look at the oldest one.
         """
         span = self.span(key)
         if not held:
@@ -347,20 +348,20 @@ class EtcdKeys:
         ]
 
     def operations(self, step: Step) -> list[Operation]:
-        """Carries out a step, any but `Heartbeat`; it does no harm if it is carried out twice, or late."""
+        """The operations of a step other than `Heartbeat`; harmless if carried out twice, or late."""
         match step:
             case steps.Read(key) | steps.ReadLog(key):
                 return [get(self.span(key))]
             case steps.ReadHeartbeat(key):
                 return [get(self.beats(key), count_only=True)]
             case steps.Count(key):
-                # Counted by entries: clients that count at once are not in each other's way.
+                # Each count is an entry, so clients that count at once do not conflict.
                 return [self.append(key, b""), get(self.entries(key), count_only=True)]
             case steps.Append(key, entry):
                 return [self.append(key, f"{entry}\n".encode())]
             case steps.Write(values):
                 return [o for key, text in values.items() for o in self.replace(key, encoded(text))]
-            # Written again, a notification would wake all again.
+            # A second write of a notification would wake everybody again.
             case steps.SetIfAbsent(key, value) | steps.Notify(key, value):
                 return [self._move(key, "", value)]
             case steps.CompareAndSet(key, expected, desired):
@@ -371,7 +372,7 @@ class EtcdKeys:
                 raise AssertionError("a lease is kept alive by no transaction")
 
     def _move(self, key: str, expected: str, desired: str) -> Operation:
-        """Writes a register if it holds what is expected (``""``: is absent), else reads it."""
+        """Writes a register if it has the expected value (``""``: is absent); otherwise reads it."""
         span = self.span(key)
         holds = [compare(span, "version", 0)]
         if expected:
@@ -381,7 +382,7 @@ class EtcdKeys:
         return {"request_txn": move.json}
 
     def given(self, step: Step, answers: Sequence[Answer], is_ours: bool) -> str | None:
-        """What a step gives by the answers to its operations."""
+        """What a step gives, by the answers to its operations."""
         match step:
             case steps.Read(key):
                 value = value_of(answers[0].keys)
@@ -401,5 +402,5 @@ class EtcdKeys:
 
 
 def value_of(held: Sequence[KeyValue]) -> bytes | None:
-    """What a key holds whose span was read; None if it is absent."""
+    """The value of a key by the parts read from its span; None if the key is absent."""
     return b"".join(kv.value for kv in held) if held else None

@@ -1,10 +1,10 @@
-"""Watches of keys in etcd: one stands, for keys that wake somebody; a thread that waits has one for others.
+"""Watches of keys in etcd: a standing one for notification keys, and one for each wait for other keys.
 
-A watch that begins at a revision that is past by the time it arrives is served by etcd's own next look, up to
-100 ms later. So keys that are waited for again and again are followed all the time: see `StandingWatch`.
+If a watch begins at a revision that is past when the request arrives, etcd serves it with its next periodic
+look, up to 100 ms later. So one watch follows the notification keys all the time: see `StandingWatch`.
 
-Each watch has a connection of its own: the gateway may lose all requests of a connection but the first,
-because its HTTP server throws away what it has not read when the answer begins.
+Each watch has a connection of its own. On a shared one the gateway may lose all requests after the first,
+since its HTTP server discards what it has not read when the answer begins.
 """
 
 import contextlib
@@ -28,23 +28,23 @@ from .etcd_messages import EtcdCompacted, EtcdRefused, KeyValue, NoAnswer, Span
 
 log = logging.getLogger(__name__)
 
-#: Seconds; bounds how late a write is noticed whose wake was missed.
+#: Seconds until the next look; limits the delay of a write whose notification was missed.
 LOOK_AGAIN = 10.0
 
 _LOST = (NoAnswer, urllib3.exceptions.HTTPError, http.client.HTTPException, OSError, ValueError)
-_CLOSED_WITHIN = 2.0  # seconds for a thread that was told to end, and has only to notice
+_CLOSED_WITHIN = 2.0  # seconds for a closed watch's thread to end
 
 
 class Watch:
-    """Writes of a span, as they come, each once and in order. What is deleted was created in revision 0.
+    """The writes of a span as they come, each once and in order. A deletion has ``create_revision`` 0.
 
-    When a member is lost it goes on with another one, after the last revision that was seen. A member that
-    has lost the majority says so and is left. While nothing is written there is no traffic.
+    When a member is lost, the watch goes on with another member, after the last revision that it has seen. A
+    member that has lost the majority reports that, and is left. Without writes there is no traffic.
 
     Args:
-        client: of etcd.
+        client: a client of etcd.
         span: the keys.
-        start: the first revision of interest.
+        start: the first revision to report.
     """
 
     def __init__(self, client: EtcdClient, span: Span, start: int) -> None:
@@ -56,16 +56,16 @@ class Watch:
         self._endpoint: Endpoint | None = None
         self._closed = threading.Event()
         self._deadline = math.inf
-        self._denied = False  # by the last answer
+        self._denied = False  # whether the last answer denied permission
 
     def close(self) -> None:
-        """Ends it, from any thread."""
+        """Ends the watch, from any thread."""
         with self._lock:
             self._closed.set()
             self._shut()
 
     def _leave(self, endpoint: Endpoint) -> None:
-        """Goes on with another member, if this is the one that it is with; called in any thread."""
+        """Goes on with another member, if the watch is with this one; called in any thread."""
         with self._lock:
             if self._endpoint == endpoint:
                 self._shut()
@@ -73,7 +73,7 @@ class Watch:
     def _shut(self) -> None:
         if self._socket is not None:
             with contextlib.suppress(OSError):
-                # Under TLS, the plain one: that of ssl is not for other threads.
+                # The plain socket's method also under TLS: that of ssl is not for other threads.
                 socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def _left(self) -> float:
@@ -83,19 +83,19 @@ class Watch:
         """Waits for the first event, in this thread; None if there is none in time, or the watch was closed.
 
         Raises:
-            EtcdCompacted: some of the revisions are not kept any more.
-            StoreError: no member will ever serve it.
+            EtcdCompacted: etcd no longer has some of the revisions.
+            StoreError: no member will ever serve the watch.
         """
         self._deadline = time.monotonic() + seconds
         with contextlib.closing(self.events()) as events:
             return next(events, None)
 
     def events(self) -> Generator[KeyValue, None, None]:
-        """Yields events until it is closed.
+        """Yields events until the watch is closed.
 
         Raises:
-            EtcdCompacted: writes since the last event are not kept any more: read, and watch again.
-            StoreError: no member will ever serve it: wrong password, no such right, no etcd.
+            EtcdCompacted: etcd no longer has all writes since the last event: read, and watch again.
+            StoreError: no member will ever serve the watch: wrong password, no permission, no etcd.
         """
         client, failures = self._client, 0
         client.leaving.add(self._leave)
@@ -123,12 +123,12 @@ class Watch:
                 yield from self._events(message, endpoint)
             raise NoAnswer(f"{endpoint} ended a watch")
         except _LOST as error:
-            if self._left() > 0:  # else it is the end that ended the connection
+            if self._left() > 0:  # otherwise closing the watch has ended the connection
                 client.leave(endpoint)
                 raise messages.meaning_of("watch", endpoint, error) from None
         except EtcdRefused as error:
-            # Before 3.5.6 and 3.4.22, etcd also denies permission when it does not know the token: only what
-            # it denies with a new token, too, is denied.
+            # Before 3.5.6 and 3.4.22, etcd also denies permission if it does not know the token. So only a
+            # denial with a new token is final.
             denied_before, self._denied = self._denied, error.code == messages.PERMISSION_DENIED
             outdated = error.wants_login or (self._denied and not denied_before)
             if not (outdated and client.forget(token)):
@@ -150,7 +150,7 @@ class Watch:
                 return
             self._socket, self._endpoint = line, endpoint
         request = {**self._span.json, "start_revision": str(self._start)}
-        # A member without a leader says so, rather than nothing.
+        # With this header a member without a leader reports that, rather than being silent.
         headers = {**self._client.headers(token), "Grpc-Metadata-hasleader": "true"}
         body = json.dumps({"create_request": request}).encode()
         connection.request("POST", "/v3/watch", body=body, headers=headers, preload_content=False)
@@ -180,28 +180,28 @@ class Watch:
 
 
 class StandingWatch:
-    """Follows the keys that wake somebody, for all threads of a process.
+    """Follows the notification keys, for all threads of a process.
 
-    It knows which of the keys are there, so that a thread that waits need not look.
+    It knows which of the keys exist, so that a waiting thread need not read them.
 
     Args:
-        client: of etcd.
-        keys: which keys.
-        present: those that are there.
-        revision: as of which these are there.
+        client: a client of etcd.
+        keys: the keys to follow.
+        present: the keys that exist.
+        revision: revision at which these keys existed.
     """
 
     def __init__(self, client: EtcdClient, keys: Span, present: Iterable[KeyValue], revision: int) -> None:
         self._changed = threading.Condition()
         self._values = {kv.key: kv.value for kv in present}
         self.ended = False
-        """Whether it follows nothing any more: those who wait look again, with another one."""
+        """Whether the watch has ended. Waiting threads then read, and use another watch."""
         self._why: Exception | None = None
         self._watch = Watch(client, keys, revision + 1)
         self._thread = in_background("a watch of etcd", self._run)
 
     def wait_for(self, key: bytes, seconds: float) -> bytes | None:
-        """What one of the keys says, as soon as it is there; None if one has to look again to know.
+        """Waits for a key; returns its value, or None if the caller has to read the key to know.
 
         Raises:
             StoreError: no member will serve the watch.
@@ -213,7 +213,7 @@ class StandingWatch:
             return self._values.get(key)
 
     def close(self) -> None:
-        """Ends it, with its thread; those who wait are told to look again."""
+        """Ends the watch and its thread; waiting threads return."""
         self._watch.close()
         self._thread.join(_CLOSED_WITHIN)
 
@@ -228,7 +228,7 @@ class StandingWatch:
                         self._changed.notify_all()
         except EtcdCompacted:
             pass
-        except Exception as error:  # whatever it is, no one may wait for ever
+        except Exception as error:  # any error, since nobody may wait for ever
             why = error
         with self._changed:
             self.ended, self._why = True, why

@@ -1,8 +1,8 @@
-"""A store's host that loses its power: the kernel ends the calls on connections to it.
+"""Loss of power on a store's host: the kernel ends the calls on connections to it.
 
-No FIN comes then, and no RST. torch's client reads without a timeout, so a call would be out for as long as
-the kernel sends again: 15 minutes, and for ever in a call that waits. A host that lives acknowledges what it
-gets though the server is busy or stopped. So its silence says that it is lost, and nothing else does.
+Then neither FIN nor RST comes. torch's client reads without a timeout, so a call would last for as long as
+the kernel retransmits: 15 minutes, or for ever in a call that waits. A living host acknowledges packets even
+if the server is busy or stopped. So silence of the host shows that it is lost, and nothing else does.
 """
 
 import ctypes
@@ -10,20 +10,20 @@ import os
 import socket
 import struct
 
-_libc = ctypes.CDLL(None)  # Python's own sockets would make the descriptors non-blocking
+_libc = ctypes.CDLL(None)  # Python's socket objects would make the descriptors non-blocking
 
 
 def limit_silence(port: int, seconds: float) -> None:
-    """Limits how long the other end of a connection may be silent: then a call on it fails.
+    """Limits how long the host at the other end of a connection may be silent.
 
     Args:
-        port: there. All connections of this process to such a port are meant: torch does not tell which
-            descriptor is its.
-        seconds: of silence. A call on such a connection fails then with ETIMEDOUT.
+        port: port at the other end. The limit is set on all connections of this process to such a port, since
+            torch does not name the descriptor of its connection.
+        seconds: seconds of silence after which a call on a connection fails with ETIMEDOUT.
     """
     third = max(1, int(seconds / 3))
     options = {
-        (socket.SOL_SOCKET, socket.SO_KEEPALIVE): 1,  # where nothing is to be acknowledged
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE): 1,  # for connections on which nothing is sent
         (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE): third,
         (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL): third,
         (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT): int(1e3 * seconds),

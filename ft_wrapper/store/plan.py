@@ -1,4 +1,4 @@
-"""Which store a job uses, by whom it is hosted: never by a training process, so that any rank may die."""
+"""Which store a job uses, and who hosts it: never a training process, so that any rank may die."""
 
 import contextlib
 import dataclasses
@@ -21,22 +21,23 @@ if TYPE_CHECKING:
     from .etcd import EtcdStore
 
 ANNOUNCED = "FT_WRAPPER_STORE"
-_PROBE = timedelta(seconds=5)  # for a store to answer that has the port already
+_PROBE = timedelta(seconds=5)  # time for an answer from a store that has the port already
 
 
 @dataclasses.dataclass(frozen=True)
 class StorePlan:
-    """How a rank, and its monitor, get at the store.
+    """How a rank and its monitor connect to the store.
 
     Args:
-        connect: makes a client; call it in the process that uses it, never across a fork.
-        port: where the monitor of the job's first slot has to host a server; None if somebody else does.
-        host: the host of that server, as the clients call it.
-        description: what to call it in messages; the same for the same store.
-        chosen: whether the user chose the address, host or port. Then somebody else may host a store there
-            already; at an address that was only derived from MASTER_PORT, that is a stranger's.
-        plain: what `announced_plan` makes the same plan of in another process, as JSON values; None if it is
-            no store that ``ftrun`` announces.
+        connect: makes a client; called in the process that uses the client, never across a fork.
+        port: port of the server that the monitor of the job's first slot has to host; None if another process
+            hosts the store.
+        host: host of that server, by the name or address that clients use.
+        description: name of the store for messages; the same for the same store.
+        chosen: whether the user chose the host or port. Then another process may host the job's store there
+            already. A store at an address that was only derived from MASTER_PORT is another job's.
+        plain: arguments of `announced_plan` for the same plan in another process, as JSON values; None unless
+            ``ftrun`` announced the store.
     """
 
     connect: Callable[[], StoreMixin]
@@ -47,7 +48,7 @@ class StorePlan:
     plain: Mapping[str, Any] | None = None
 
     def open_server(self) -> TCPStoreServer:
-        """Hosts the store in this process, a rank's monitor; only where there is a `port`.
+        """Hosts the store in this process, a rank's monitor; only if `port` is not None.
 
         Raises:
             StoreError: the port is taken.
@@ -56,10 +57,10 @@ class StorePlan:
         return TCPStoreServer(self.port, self.host, by_rank=True)
 
     def is_hosted_by_rank(self, store: Operations) -> bool:
-        """Whether a rank of the job does host the store; it closes its port after the last goodbye.
+        """Whether a rank's monitor hosts the store, and closes its port after the last goodbye.
 
         Args:
-            store: a client that `connect` made.
+            store: a client made by `connect`.
 
         Raises:
             StoreError: the store cannot be reached.
@@ -67,11 +68,11 @@ class StorePlan:
         return self.port is not None and isinstance(store, TCPStore) and store.is_hosted_by_rank()
 
     def is_served(self, *, by_rank: bool) -> bool:
-        """Whether a store of this job answers already where one was to be hosted, and not a stranger.
+        """Whether a store of this job, rather than another job's, answers at the planned address already.
 
         Args:
-            by_rank: whether one that another rank's monitor hosts is right: its predecessor's. One that
-                no one's monitor hosts is the user's, if the user chose the address.
+            by_rank: whether a store that a rank's monitor hosts may be this job's: that of the slot's earlier
+                process. A store that no monitor hosts is the user's, if the user chose the address.
         """
         if self.port is None or not (by_rank or self.chosen):
             return False
@@ -84,14 +85,14 @@ class StorePlan:
 
 
 def connector(address: str, timeout: timedelta) -> Callable[[], StoreMixin]:
-    """What makes a client.
+    """A function that makes a client.
 
     Args:
-        address: of the store: ``HOST:PORT`` of a TCPStore, or ``etcd://…``.
-        timeout: how long a store that does not answer is tried again.
+        address: address of the store: ``HOST:PORT`` of a TCPStore, or ``etcd://…``.
+        timeout: how long an operation is retried while the store does not answer.
 
     Raises:
-        ValueError: it is no address.
+        ValueError: the text is no address.
     """
     if is_etcd(address):
         return functools.partial(connect_etcd, EtcdAddress.parse(address), timeout)
@@ -104,23 +105,23 @@ def connector(address: str, timeout: timedelta) -> Callable[[], StoreMixin]:
 
 
 def connect(address: str, timeout: timedelta) -> StoreMixin:
-    """A client. Arguments and errors as for `connector`; and StoreError: the store does not answer."""
+    """Makes a client; see `connector`. Raises StoreError, too, if the store does not answer."""
     return connector(address, timeout)()
 
 
 def connect_etcd(address: EtcdAddress, timeout: timedelta, *, begins: bool = False) -> "EtcdStore":
-    """A client of a job's keys in etcd, which keeps them alive until it is closed.
+    """Makes a client of a job's keys in etcd, which keeps them alive until it is closed.
 
     Args:
-        address: of the keys. User and password come from where ``etcdctl`` takes them.
+        address: address of the keys. User and password come from the environment variables of ``etcdctl``.
         timeout: how long to try to reach etcd, now and later, and to wait in operations that wait.
         begins: whether to begin the job if there is none.
 
     Raises:
-        StoreError: etcd cannot be reached, or refuses, or there is no such job; says why.
-        ImportError: a library is missing; says which.
+        StoreError: etcd cannot be reached, or refuses, or there is no such job; with the reason.
+        ImportError: a library is missing; names it.
     """
-    from .etcd import EtcdStore  # only now: it needs a library that comes with an extra
+    from .etcd import EtcdStore  # imported late, since it needs a library that only an extra installs
 
     given = dataclasses.asdict(address) | etcd_login() | {"ttl": timedelta(seconds=address.ttl)}
     store = EtcdStore(**given, timeout=timeout, begins=begins)
@@ -134,7 +135,7 @@ def plan_store(
 ) -> StorePlan:
     """Chooses the store.
 
-    In order: what ``ftrun`` announces; what ``store_factory`` and ``store_kwargs`` say; torchrun's own
+    In order: the store that ``ftrun`` announces; that of ``store_factory`` and ``store_kwargs``; torchrun's
     store; a server that the monitor of rank 0 hosts on MASTER_PORT + 1.
 
     Args:
@@ -143,7 +144,7 @@ def plan_store(
         timeout: how long to keep trying, unless ``kwargs`` has its own timeout.
 
     Raises:
-        ValueError: an environment variable that is needed is missing or malformed.
+        ValueError: a required environment variable is missing or malformed.
     """
     announced = os.environ.get(ANNOUNCED)
     if announced:
@@ -156,7 +157,7 @@ def plan_store(
         described = f"{name}({without_password(given)})"
         return StorePlan(functools.partial(factory, **given), None, "", described)
     if not given and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # torchrun keeps its store when it starts the workers again: each attempt is a job of its own.
+        # torchrun keeps its store when it restarts the workers, and each attempt is a job of its own.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         run_id = os.environ.get("TORCHELASTIC_RUN_ID", "")
         host, port = tcp_address(None, master_port())
@@ -171,7 +172,7 @@ def plan_store(
 
 
 def without_password(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """A store's arguments as they may be shown: without secrets."""
+    """A store's arguments without secrets, for messages."""
     texts = {name: _text.without_secrets(value) for name, value in kwargs.items() if isinstance(value, str)}
     return {**kwargs, **texts, **({"password": "…"} if "password" in kwargs else {})}
 
@@ -197,6 +198,6 @@ def announced_plan(address: str, timeout: float) -> StorePlan:
 
 
 def _tcp(host: str, port: int, **kwargs: Any) -> StorePlan:
-    """The plan for a TCPStore that somebody else hosts."""
+    """The plan for a TCPStore that another process hosts."""
     connect = functools.partial(TCPStore, host, port, **kwargs)
     return StorePlan(connect, None, host, f"TCPStore({host_port(host, port)})")

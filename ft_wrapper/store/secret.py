@@ -1,7 +1,7 @@
-"""The job's secret, by which its processes know each other's texts in the store; see `protocol.seal`.
+"""The job's secret, by which its processes know their own texts in the store; see `protocol.seal`.
 
-The agent makes one, or is given it, and hands it to processes of its user through its socket. It is never in
-the environment of a rank, whose children would inherit it.
+The agent makes the secret, or gets it from the user, and sends it to processes of its user through its
+socket. The secret is never in the environment of a rank, whose children would inherit it.
 """
 
 import contextlib
@@ -18,31 +18,31 @@ from .base import StoreMixin
 
 log = logging.getLogger(__name__)
 
-#: Where the agent hears hello: the name of an abstract Unix socket, without the NUL in front.
+#: Environment variable: name of the agent's abstract Unix socket, without the NUL in front.
 AGENT_ENV = "FT_WRAPPER_AGENT"
 SECRET_ENV = "FT_WRAPPER_SECRET"
-#: What a process says to an agent's socket in place of hello, to be given the secret.
+#: Request for the secret, sent to an agent's socket in place of hello.
 ASKS = b"?"
-#: Log: the job's agents, each with its socket. It is not sealed: who asks looks who answers.
+#: Log: sockets of the job's agents. Not sealed, since a process checks the user of the agent that answers.
 AGENTS = "ft_wrapper/agents"
-#: Register: the job's secret, where only its own can read the store.
+#: Register: the job's secret, if only the job's own processes can read the store.
 SECRET = "ft_wrapper/secret"
 _LEAST, _MOST = 16, 4096  # bytes of a secret that a user gives
-_ASKED, _TIMEOUT = 64, 10.0  # agents, at most; seconds: each answers at once
+_ASKED, _TIMEOUT = 64, 10.0  # most agents that are asked; seconds to wait for each, which answers at once
 _CREDENTIALS = struct.Struct("3i")
-_known: list[bytes | None] = []  # empty until it is known
+_known: list[bytes | None] = []  # empty until it is known whether there is a secret
 _warned: list[str] = []
 
 
 def use(secret: bytes | None) -> None:
-    """From now on this process's clients of stores have this secret; None: the job is open."""
+    """Sets the secret of this process's later clients of stores; None for an open job."""
     _known[:] = [secret]
 
 
 def job_secret() -> bytes | None:
-    """The secret of the job that this process belongs to; None if that is open.
+    """The secret of the job that this process belongs to; None if the job is open.
 
-    The agent is asked once. Where there is none, ``FT_WRAPPER_SECRET`` is read, and removed.
+    It is requested from the agent once. Without an agent, ``FT_WRAPPER_SECRET`` is read and removed.
     """
     if not _known:
         agent = os.environ.get(AGENT_ENV)
@@ -51,26 +51,30 @@ def job_secret() -> bytes | None:
 
 
 def agree(store: StoreMixin) -> None:
-    """Takes the secret that stands in a store which only the job's own can read, or makes it."""
+    """Takes the secret from a store that only the job's own processes can read, or writes a new one there."""
     if job_secret() is None:
         use(store.compare_set(SECRET, "", os.urandom(32).hex()))
 
 
 def given() -> bytes | None:
-    """The secret in ``FT_WRAPPER_SECRET``, which is removed; None if it is not set.
+    """The secret in ``FT_WRAPPER_SECRET``, which is removed; None if the variable is not set.
 
     Raises:
-        ValueError: it is too short, or too long.
+        ValueError: the secret is too short or too long.
     """
     text = os.environ.pop(SECRET_ENV, "")
     return checked(SECRET_ENV, text.encode()) if text else None
 
 
 def checked(where: str, secret: bytes) -> bytes:
-    """A secret that a user has given, without white space around it.
+    """A user's secret, without white space around it.
+
+    Args:
+        where: where the secret is from, for the error.
+        secret: the secret.
 
     Raises:
-        ValueError: it is too short, or too long; names where it stands.
+        ValueError: the secret is too short or too long.
     """
     if not _LEAST <= len(secret.strip()) <= _MOST:
         raise ValueError(
@@ -81,27 +85,27 @@ def checked(where: str, secret: bytes) -> bytes:
 
 
 def seal_of(store: str) -> Seal | None:
-    """What a client of the job's store seals with; None if the job is open.
+    """The seal of a client of the job's store; None if the job is open.
 
     Args:
-        store: which store it is, the same for all its clients.
+        store: name of the store, the same for all of its clients.
     """
     secret = job_secret()
     return None if secret is None else Seal(secret, store, functools.partial(_warn, store))
 
 
 def found_seal(store: StoreMixin) -> Seal | None:
-    """The seal for a program that is none of the job's: its agents on this host give their user the secret.
+    """The seal for a tool outside the job, which gets the secret from an agent of its user on this host.
 
     Args:
-        store: one of the job's, which has been opened without a secret.
+        store: a store of the job, opened without a secret.
 
     Returns:
-        None if the job is open; where there is a secret that this program does not get, one that opens all
-        and seals nothing.
+        The seal. None if the job is open; if the tool does not get the secret, a seal that checks nothing and
+        cannot seal.
 
     Raises:
-        StoreError: it cannot be used.
+        StoreError: the store cannot be used.
     """
     if not store.check([AGENTS]):
         return None
@@ -112,15 +116,15 @@ def found_seal(store: StoreMixin) -> Seal | None:
 
 
 def announce(store: StoreMixin, agent: str, record: str) -> None:
-    """Says in the store that the job has a secret, which an agent hands out; nothing if it has none.
+    """Writes into the store that the job has a secret, which an agent hands out; nothing if the job is open.
 
     Args:
-        store: one of the job's.
-        agent: its socket.
-        record: a key that the job has written if it is on.
+        store: a store of the job.
+        agent: name of the agent's socket.
+        record: a key that a running job has written.
 
     Raises:
-        StoreError: this agent has not the job's secret.
+        StoreError: this agent does not have the job's secret.
     """
     secret = job_secret()
     if secret is None:
@@ -135,7 +139,7 @@ def announce(store: StoreMixin, agent: str, record: str) -> None:
 
 
 def warn_if_open(store: str) -> None:
-    """Says, once, what others can do where the job has no secret."""
+    """Warns once that others can change the store, if the job has no secret."""
     if job_secret() is None and not _warned:
         _warned.append(store)
         log.warning(
@@ -146,7 +150,7 @@ def warn_if_open(store: str) -> None:
 
 
 def peer(line: socket.socket) -> tuple[int, int]:
-    """Who has connected, or listens, at the other end of a Unix socket: process and effective user."""
+    """The process and its effective user at the other end of a Unix socket."""
     pid, uid, _ = _CREDENTIALS.unpack(
         line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     )
@@ -154,7 +158,7 @@ def peer(line: socket.socket) -> tuple[int, int]:
 
 
 def hand_out(line: socket.socket) -> None:
-    """Sends the secret to who has asked for it; nothing behind `ASKS` if there is none."""
+    """Answers a request for the secret: `ASKS`, followed by the secret if there is one."""
     line.sendall(ASKS + (job_secret() or b""))
 
 
@@ -163,15 +167,15 @@ def _ask(agent: str) -> bytes | None:
     with socket.socket(socket.AF_UNIX) as line, contextlib.suppress(OSError):
         line.settimeout(_TIMEOUT)
         line.connect(f"\0{agent}")
-        if peer(line)[1] == os.geteuid():  # else somebody's who may have any reason to answer
+        if peer(line)[1] == os.geteuid():  # another user's process cannot be trusted
             line.sendall(ASKS)
-            with line.makefile("rb") as answer:  # to the end of the line: a refusal begins otherwise
+            with line.makefile("rb") as answer:  # until the agent closes; a refusal begins with another byte
                 return answer.read(_MOST) or None if answer.read(1) == ASKS else None
     return None
 
 
 def _warn(store: str, key: str) -> None:
-    """Names the first key; with the others, and in each client, it would say the same."""
+    """Logs an error for the first forged key of a store only: the others would say the same."""
     log.log(
         logging.DEBUG if store in _warned else logging.ERROR,
         "store %s: key %s was not written with this job's secret: ignored. Somebody else writes there, or a "

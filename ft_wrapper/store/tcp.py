@@ -27,41 +27,41 @@ from .tcp_server import HOSTED_BY_RANK, NO_DESCRIPTORS
 
 log = logging.getLogger(__name__)
 
-_Call = tuple[str, tuple[Any, ...]]  # the name of an operation, and its arguments
+_Call = tuple[str, tuple[Any, ...]]  # name and arguments of an operation
 
 _NOT_ANSWERED = "set", "append", "multi_set"
 _MOST_UNANSWERED = 64
-# Where the server goes while torch's client connects, that takes up to three times its timeout to say so. So
-# attempts are short, but each twice as long as the one before, for a server that thousands come to at once.
+# If the server ends while torch's client connects, the client takes up to three times its timeout to report
+# that. So attempts are short, but each is twice as long as the last, for a server with thousands of clients.
 _FIRST_ATTEMPT = 1.0  # seconds
 _LONGEST_ATTEMPT = 16.0
-_LAST_WORDS = 5.0  # seconds after the last attempt began
-_SILENCE = 15.0  # seconds after which the kernel ends a connection, and says one of these
+_LAST_WORDS = 5.0  # seconds beyond the patience for the last attempt to fail
+_SILENCE = 15.0  # seconds after which the kernel ends a connection to a silent host, with one of these errors
 _SILENT = tuple(map(os.strerror, (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)))
 
 
 class TCPStore(HoldingStore):
     """A client of a TCPStore server.
 
-    It never hosts the server: that has to outlive any rank (see `TCPStoreServer`). When the connection is
-    lost it connects again and repeats the operation, until ``timeout`` has passed. That is waited for once:
-    later operations, those of its clones too, fail at once unless somebody listens there again. A server that
-    comes back empty is an error, because all that was agreed is gone.
+    It never hosts the server, which has to outlive any rank (see `TCPStoreServer`). If the connection is
+    lost, it connects again and repeats the operation, until ``timeout`` has passed. It waits for this once:
+    later operations, those of clones included, fail at once unless a server listens at the address again. A
+    server that comes back empty is an error, because all agreements are gone.
 
-    A server that is busy or stopped is waited for. A host that is silent, as after a loss of power, is lost
+    It waits for a server that is busy or stopped. A host that is silent, as after a loss of power, is lost
     after half of ``timeout``, but not before 15 s, or ``timeout`` if that is less.
 
-    Threads may share it: their operations take turns.
+    Threads may share a client: their operations take turns.
 
     Args:
         host_name: host of the server; the environment variable MASTER_ADDR when None.
-        port: its port; MASTER_PORT + 1 when None.
+        port: port of the server; MASTER_PORT + 1 when None.
         world_size: ignored; accepted so that arguments for torch's TCPStore fit.
         timeout: how long to try to connect, and to wait in operations that wait.
-        namespace: put in front of every key, so that several jobs can share a server.
+        namespace: prefix of every key, so that several jobs can share a server.
 
     Raises:
-        StoreError: no one answers at that address within the timeout.
+        StoreError: nobody answers at the address within the timeout.
     """
 
     reads_by_compare_set = True
@@ -77,11 +77,11 @@ class TCPStore(HoldingStore):
         self.host_name, self.port = tcp_address(host_name, port)
         self.patience = timeout.total_seconds()
         self._unanswered: list[_Call] = []
-        # What clones of it that have tried for long enough said of the store's loss; they share it.
+        # Errors of clients that have tried for long enough; all clones share the list.
         self._losses: list[str] = []
         self._is_clone, self._lock, self._silence = False, threading.RLock(), min(_SILENCE, self.patience)
         self.hears_signals = False
-        """Whether signals are handled while the main thread waits for an answer; clones inherit it."""
+        """Whether signals are handled while the main thread waits for an answer; clones inherit this."""
         self.namespace = namespace
         wait_for_port(self.host_name, self.port, self.patience)
         self._life: bytes | None = None
@@ -97,7 +97,7 @@ class TCPStore(HoldingStore):
         return f"TCPStore({self._where})"
 
     def is_hosted_by_rank(self) -> bool:
-        """Whether a rank of the job hosts the server (see `TCPStoreServer`), and not somebody else."""
+        """Whether a rank of the job hosts the server; see `TCPStoreServer`."""
         return bool(self._call("check", [HOSTED_BY_RANK]))
 
     def clone(self) -> "TCPStore":
@@ -107,21 +107,21 @@ class TCPStore(HoldingStore):
         return other
 
     def close(self) -> None:
-        """Its clones no longer try to connect again, unless this is a clone itself."""
+        """Closes the connection. Unless this is a clone, its clones no longer try to connect again."""
         if not self._is_clone:
             self._losses.append(f"store at {self._where}: this process has closed it")
         super().close()
 
     def _call(self, name: str, *args: Any) -> Any:
-        """Calls an operation of torch's client; again, on another connection, if this one is lost.
+        """Calls an operation of torch's client; repeats it on a new connection if this one is lost.
 
-        The server answers in order, but not what only writes: on a connection that is lost already the first
-        such call seems to succeed. So these are kept until a later one has been answered, and repeated with
-        one that finds the connection lost.
+        The server handles calls in order, but does not answer those that only write: on a connection that is
+        lost already the first such call seems to succeed. So these calls are kept until a later call has been
+        answered, and are repeated with a call that finds the connection lost.
         """
         if self.hears_signals and threading.current_thread() is threading.main_thread():
             return call_in_thread(functools.partial(self._call, name, *args), describe_call(name, args))
-        with self._lock:  # one thread's answer says nothing of what another one is just telling
+        with self._lock:  # an answer only confirms calls of the same thread, so threads take turns
             try:
                 answer = getattr(self._store, name)(*args)
             except DistNetworkError as error:
@@ -143,16 +143,16 @@ class TCPStore(HoldingStore):
     def _connect(
         self, what: str, timeout: timedelta, calls: Sequence[_Call] = (), silence: float = 0.0
     ) -> Any:
-        """Makes a connection, and some calls on it; returns the answer to the last one.
+        """Makes a connection, and calls on it; returns the answer to the last call.
 
         Args:
-            what: what it is for, should it fail.
-            timeout: of the operations that wait.
-            calls: what to call.
+            what: what the connection is for, for the error.
+            timeout: timeout of operations that wait.
+            calls: the calls.
             silence: seconds for which the server's host has been silent.
         """
         patience = max(0.0, self.patience / 2 - silence) if silence else self.patience
-        # Where a clone has waited for long enough meanwhile, this one need not.
+        # If a clone has waited for long enough meanwhile, this client need not wait.
         too_long = tenacity.stop_after_delay(patience)
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(DistNetworkError),
@@ -183,7 +183,7 @@ class TCPStore(HoldingStore):
             raise StoreError([*self._losses, said][0]) from failure.last_attempt.exception()
 
     def _look_again(self, loss: str) -> None:
-        """Of a store that is known to be lost: sees, once, whether somebody listens there again."""
+        """Checks once whether a server listens at the address of a lost store again."""
         try:
             _probe(self.host_name, self.port, _FIRST_ATTEMPT)
         except OSError as error:
@@ -194,11 +194,11 @@ class TCPStore(HoldingStore):
         """Makes a connection, in one attempt.
 
         Args:
-            timeout: of the operations that wait.
-            tried: which attempt in a row it is, and since when.
+            timeout: timeout of operations that wait.
+            tried: number of the attempt, and when the first one began.
 
         Returns:
-            The connection, and the nonce written once in a store's life; the first client writes it.
+            The connection, and the store's nonce, which the store's first client has written.
         """
         longer = _FIRST_ATTEMPT * 2 ** min(tried.attempt_number - 1, 10)
         left = max(self.patience - (time.monotonic() - tried.start_time), 0.1)
@@ -228,12 +228,12 @@ class TCPStore(HoldingStore):
 
 
 def wait_for_port(host_name: str, port: int, seconds: float) -> None:
-    """Waits until somebody listens at an address.
+    """Waits until a server listens at an address.
 
-    torch's own client backs off half a second and more when it comes before the server.
+    torch's own client backs off for half a second and more if it comes before the server.
 
     Raises:
-        StoreError: no one did within so many seconds, the host is unknown, or no descriptors are left.
+        StoreError: nobody listened within ``seconds``, the host is unknown, or no descriptors are left.
     """
     retrying = tenacity.Retrying(
         retry=tenacity.retry_if_exception(_may_pass),
@@ -256,14 +256,14 @@ def wait_for_port(host_name: str, port: int, seconds: float) -> None:
 
 
 def _check_number(client: StoreMixin, key: str) -> None:
-    """Raises StoreError if a counter holds no number: the server hangs up, each time, if one adds to it."""
+    """Raises StoreError if a counter holds no number, since the server hangs up on each addition to it."""
     held = client.compare_set(key, NEVER, NEVER).decode(errors="replace")
     if held != NEVER and not held.lstrip("-").isdecimal():
         raise StoreError(f"store key {key!r} holds {held!r}, where a number belongs")
 
 
 def _may_pass(error: BaseException) -> bool:
-    """Whether waiting helps; for descriptors it does not."""
+    """Whether waiting may help; it does not if no descriptors are left."""
     return isinstance(error, OSError) and error.errno not in NO_DESCRIPTORS
 
 

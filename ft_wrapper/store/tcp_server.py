@@ -18,12 +18,12 @@ from .base import DEFAULT_TIMEOUT
 log = logging.getLogger(__name__)
 
 SERVER_IS_LIBUV = TorchVersion(torch.__version__) >= "2.8"
-"""Which of torch's two servers a `TCPStoreServer` is: its newer one takes a socket since pytorch 150215."""
-# Of a server, not of a job that uses it, so it has no namespace: that a rank's monitor hosts it.
+"""Whether a `TCPStoreServer` is torch's newer server, which takes a socket since pytorch 150215."""
+# Key: a rank's monitor hosts the server. Without a namespace, since it is about the server, not about a job.
 HOSTED_BY_RANK = "ft_wrapper/hosted_by_rank"
-_BACKLOG = 4096  # all ranks of a job come at once
-_FILES_OF_A_SERVER = 12  # torch's server opens them for itself; without them it says no more than "uv loop"
-#: Errors that waiting does not help with.
+_BACKLOG = 4096  # all ranks of a job connect at once
+_FILES_OF_A_SERVER = 12  # files that torch's server opens; without them its error is no more than "uv loop"
+#: Errors that waiting does not end.
 NO_DESCRIPTORS = errno.EMFILE, errno.ENFILE
 
 
@@ -31,9 +31,10 @@ class TCPStoreServer:
     """A TCPStore server in this process, which must not be a training process.
 
     Args:
-        port: port to listen on; 0 takes a free one.
-        host_name: this host, as the clients call it.
-        by_rank: whether a rank of the job hosts it and closes it after the last goodbye; its clients can ask.
+        port: port to listen on; 0 for a free port.
+        host_name: name or address by which clients reach this host.
+        by_rank: whether a rank's monitor hosts the server, and closes it after the last goodbye; clients can
+            read this.
 
     Raises:
         StoreError: the port is taken, or the host is unknown.
@@ -65,28 +66,28 @@ class TCPStoreServer:
             self._store.set(HOSTED_BY_RANK, "1")
 
     def close(self) -> None:
-        """Ends the server: first its port is free, then connections to it end.
+        """Ends the server: first its port is freed, then its connections end.
 
-        A process that just exits has them end in any order.
+        At the exit of a process these happen in any order.
         """
         del self._store
 
 
 def serve(host_name: str, port: int, timeout: timedelta) -> TorchTCPStore:
-    """Opens a TCPStore server. It listens where `listening_address` says.
+    """Opens a TCPStore server, which listens on the address of `listening_address`.
 
-    Anyone who reaches it may read and write everything: a TCPStore knows no users.
+    Everybody who reaches the server may read and write everything: a TCPStore knows no users.
 
-    The limit of open files of this process is raised as far as it goes, see `raise_file_limit`, and torch's
-    C++ code in it logs errors only.
+    The limit of open files of this process is raised as far as possible, see `raise_file_limit`, and torch's
+    C++ code in this process logs errors only.
 
-    On a socket of one family: a server of torch's own making listens on IPv6 and sees ``127.0.0.1`` as
-    ``::ffff:127.0.0.1``, whose name it looks up for each client, which no hosts file answers.
+    The socket is of one family. A server that torch opens itself listens on IPv6 and sees ``127.0.0.1`` as
+    ``::ffff:127.0.0.1``, whose name it looks up for each client, and no hosts file has that name.
 
     Args:
-        host_name: this host, as the clients call it.
-        port: port to listen on; 0 takes a free one.
-        timeout: of the operations on the returned store.
+        host_name: name or address by which clients reach this host.
+        port: port to listen on; 0 for a free port.
+        timeout: timeout of operations on the returned store.
 
     Raises:
         OSError: the port is taken, the host is unknown, or this process may not open enough files.
@@ -102,6 +103,6 @@ def serve(host_name: str, port: int, timeout: timedelta) -> TorchTCPStore:
         port = listener.getsockname()[1]
         options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "timeout": timeout}
         options["master_listen_fd"] = listener.detach()  # the server closes it
-        # Its own client takes no way that may lead elsewhere: it would wait, and ignore all that ends a wait.
+        # The server's own client must not connect elsewhere: it would wait, and nothing ends that wait.
         own = host_name if address[0] else {socket.AF_INET6: "::1"}.get(family, "127.0.0.1")
         return TorchTCPStore(own, port, **options, use_libuv=SERVER_IS_LIBUV)
