@@ -478,7 +478,7 @@ class Ranks:
 
     def _decide(self, rank: int, failure: Failure, lived: float) -> list[RankAction]:
         self._group.failed(rank)
-        if failure.exitcode == 1:
+        if failure.exitcode == 1:  # a JobEnded exits with it
             ended_by = self._job.ended_by(failure.rank, failure.pid)
             failure = dataclasses.replace(failure, ended_by=ended_by)
         before = failure.exitcode in self._before and not self._job.has_formed()

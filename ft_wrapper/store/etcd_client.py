@@ -22,7 +22,7 @@ import tenacity
 from ..exception import StoreError, StoreUnavailable
 from . import etcd_messages as messages
 from .address import Endpoint, parse_endpoints
-from .etcd_messages import Answer, EtcdRefused, KeyValue, NoAnswer, Span, Transaction
+from .etcd_messages import Answer, EtcdRefused, KeyValue, NoAnswer, Range, Transaction
 
 try:
     import urllib3
@@ -113,7 +113,7 @@ class EtcdClient:
 
     # Requests ------------------------------------------------------------------------------------------
 
-    def read(self, span: Span, timeout: float | None = None) -> Sequence[KeyValue]:
+    def read(self, span: Range, timeout: float | None = None) -> Sequence[KeyValue]:
         """Reads keys; see `transaction` for errors."""
         request = messages.get(span)["request_range"]
         return Answer.parse(self.request("range", "kv/range", request, timeout)).keys

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from ..exception import StoreError
 from .bounded import in_background
 from .etcd_client import EtcdClient
-from .etcd_messages import MOST_OPERATIONS, Answer, Operation, Span, Transaction, compare, delete, get, put
+from .etcd_messages import MOST_OPERATIONS, Answer, Operation, Range, Transaction, compare, delete, get, put
 from .etcd_watch import StandingWatch
 
 log = logging.getLogger(__name__)
@@ -53,9 +53,9 @@ class EtcdJob:
         self.client = client
         self.prefix = prefix.encode()
         self.keys = self.prefix + _KEYS
-        self._life = Span(self.prefix + _LIFE)
+        self._life = Range(self.prefix + _LIFE)
         self.lease, self.nonce = self._find_or_begin(ttl, timeout)
-        self._beats: dict[tuple[Span, int], int] = {}  # leases of heartbeats, by their entries and ttl
+        self._beats: dict[tuple[Range, int], int] = {}  # leases of heartbeats, by their entries and ttl
         client.prefer_leader()
         self._begin_waiting()
 
@@ -117,7 +117,7 @@ class EtcdJob:
         since another job may begin as soon as ``life`` is gone. It spares other keys below the prefix, which
         may be those of other jobs.
         """
-        spans = [self._life, Span.prefix(self.keys)]
+        spans = [self._life, Range.prefix(self.keys)]
         removal = Transaction(
             "removal of the job", [delete(span) for span in spans], [compare(self._life, "value", self.nonce)]
         )
@@ -129,10 +129,10 @@ class EtcdJob:
     def _begin_waiting(self) -> None:
         self._pid = os.getpid()
         self._lock = threading.Lock()  # new after a fork: another thread may have held the old lock
-        self._standing: dict[Span, StandingWatch] = {}
+        self._standing: dict[Range, StandingWatch] = {}
         self._is_kept = True
 
-    def standing_watch(self, span: Span, timeout: float) -> StandingWatch | None:
+    def standing_watch(self, span: Range, timeout: float) -> StandingWatch | None:
         """A watch of a span that stays open while this process keeps the job alive; None after that.
 
         Args:
@@ -218,7 +218,7 @@ class EtcdJob:
 
     # Heartbeats ----------------------------------------------------------------------------------------
 
-    def beat(self, what: str, entries: Span, lasts: float, timeout: float) -> None:
+    def beat(self, what: str, entries: Range, lasts: float, timeout: float) -> None:
         """Sends a heartbeat: renews a lease, which writes no key.
 
         The first heartbeat makes a lease and an entry with it, and so does the next one after the lease has

@@ -57,14 +57,14 @@ class NoAnswer(Exception):
     """A member did not answer, or cannot right now: another try may succeed."""
 
 
-class Span(NamedTuple):
+class Range(NamedTuple):
     """One key; or all keys from ``key`` up to ``end``, ``end`` excluded."""
 
     key: bytes
     end: bytes | None = None
 
     @classmethod
-    def prefix(cls, start: bytes) -> "Span":
+    def prefix(cls, start: bytes) -> "Range":
         """All keys that begin with ``start``, which must contain a byte other than 255."""
         kept = start.rstrip(b"\xff")
         return cls(start, kept[:-1] + bytes([kept[-1] + 1]))
@@ -130,7 +130,7 @@ Comparison = dict[str, str]
 Operation = dict[str, dict[str, Any]]
 
 
-def get(span: Span, *, keys_only: bool = False, count_only: bool = False) -> Operation:
+def get(span: Range, *, keys_only: bool = False, count_only: bool = False) -> Operation:
     """Reads keys."""
     request = {**span.json, "sort_target": "CREATE", "sort_order": "ASCEND"}
     return {"request_range": request | {"keys_only": keys_only, "count_only": count_only}}
@@ -141,7 +141,7 @@ def put(key: bytes, value: bytes, lease: int = 0) -> Operation:
     return {"request_put": {"key": _to_base64(key), "value": _to_base64(value), "lease": str(lease)}}
 
 
-def delete(span: Span) -> Operation:
+def delete(span: Range) -> Operation:
     """Deletes keys."""
     return {"request_delete_range": span.json}
 
@@ -167,7 +167,7 @@ class Transaction(NamedTuple):
         return {"compare": [*self.compare], "success": [*self.success], "failure": [*self.failure]}
 
 
-def compare(span: Span, target: str, than: bytes | int, result: str = "equal") -> Comparison:
+def compare(span: Range, target: str, than: bytes | int, result: str = "equal") -> Comparison:
     """A comparison that has to be true for each key of a span.
 
     Args:
@@ -302,21 +302,21 @@ class EtcdKeys:
 
     # Where they are -------------------------------------------------------------------------------------
 
-    def all(self, start: str = "") -> Span:
+    def all(self, start: str = "") -> Range:
         """All keys whose names begin with ``start``."""
-        return Span.prefix(self._prefix + start.encode().replace(b"\0", b"\0\xff"))
+        return Range.prefix(self._prefix + start.encode().replace(b"\0", b"\0\xff"))
 
-    def span(self, key: str) -> Span:
+    def span(self, key: str) -> Range:
         """The set value of a key and all entries since then, in the order of their creation."""
-        return Span.prefix(self.all(key).key + _END)  # with the end mark, no name is the beginning of another
+        return Range.prefix(self.all(key).key + _END)  # with _END no name is a prefix of another
 
-    def entries(self, key: str) -> Span:
+    def entries(self, key: str) -> Range:
         """The appended entries of a key."""
-        return Span.prefix(self.span(key).key + _ENTRY)
+        return Range.prefix(self.span(key).key + _ENTRY)
 
-    def beats(self, key: str) -> Span:
+    def beats(self, key: str) -> Range:
         """The heartbeats of a key: entries with leases of their own."""
-        return Span.prefix(self.entries(key).key + self._nonce)
+        return Range.prefix(self.entries(key).key + self._nonce)
 
     def name(self, place: bytes) -> str:
         """The name of the key to which a key of etcd belongs."""
@@ -343,7 +343,7 @@ class EtcdKeys:
             return [compare(span, "version", 0)]
         newest = max(kv.mod_revision for kv in held)
         return [
-            compare(Span(held[0].key), "create", held[0].create_revision),
+            compare(Range(held[0].key), "create", held[0].create_revision),
             compare(span, "mod", newest + 1, "less"),
         ]
 
@@ -376,7 +376,7 @@ class EtcdKeys:
         span = self.span(key)
         holds = [compare(span, "version", 0)]
         if expected:
-            held = compare(Span(span.key), "value", encoded(expected))
+            held = compare(Range(span.key), "value", encoded(expected))
             holds = [held, compare(self.entries(key), "version", 0)]
         move = Transaction("move", [put(span.key, desired.encode(), self._lease)], holds, [get(span)])
         return {"request_txn": move.json}

@@ -24,7 +24,7 @@ from . import etcd_messages as messages
 from .address import Endpoint
 from .bounded import in_background
 from .etcd_client import EtcdClient
-from .etcd_messages import EtcdCompacted, EtcdRefused, KeyValue, NoAnswer, Span
+from .etcd_messages import EtcdCompacted, EtcdRefused, KeyValue, NoAnswer, Range
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Watch:
         start: the first revision to report.
     """
 
-    def __init__(self, client: EtcdClient, span: Span, start: int) -> None:
+    def __init__(self, client: EtcdClient, span: Range, start: int) -> None:
         self._client = client
         self._span = span
         self._start = start
@@ -191,7 +191,7 @@ class StandingWatch:
         revision: revision at which these keys existed.
     """
 
-    def __init__(self, client: EtcdClient, keys: Span, present: Iterable[KeyValue], revision: int) -> None:
+    def __init__(self, client: EtcdClient, keys: Range, present: Iterable[KeyValue], revision: int) -> None:
         self._changed = threading.Condition()
         self._values = {kv.key: kv.value for kv in present}
         self.ended = False

@@ -10,7 +10,7 @@ import threading
 from typing import Any
 
 from ft_wrapper.store.etcd_client import EtcdClient
-from ft_wrapper.store.etcd_messages import Span, Transaction, delete, put
+from ft_wrapper.store.etcd_messages import Range, Transaction, delete, put
 
 
 def write(client: EtcdClient, key: bytes, value: bytes, lease: int = 0) -> int:
@@ -18,7 +18,7 @@ def write(client: EtcdClient, key: bytes, value: bytes, lease: int = 0) -> int:
     return client.transaction(Transaction("put", [put(key, value, lease)])).revision
 
 
-def erase(client: EtcdClient, span: Span) -> int:
+def erase(client: EtcdClient, span: Range) -> int:
     """Deletes keys; returns how many."""
     return client.transaction(Transaction("delete", [delete(span)])).answers[0].number
 

@@ -31,7 +31,7 @@ from ft_wrapper.store.etcd_messages import (
     EtcdCompacted,
     EtcdRefused,
     KeyValue,
-    Span,
+    Range,
     Transaction,
     compare,
     get,
@@ -97,26 +97,26 @@ def test_keys(client: EtcdClient, name: Name) -> None:
     write(client, name("a"), b"\x00\xff")
     revision = write(client, name("b"), b"")
     write(client, name("a"), b"2")
-    a, b = client.read(Span.prefix(name("")))
+    a, b = client.read(Range.prefix(name("")))
     assert (a.key, a.value) == (name("a"), b"2") and a.create_revision < a.mod_revision
     assert (b.value, b.create_revision, b.mod_revision) == (b"", revision, revision)
-    assert [kv.key for kv in client.read(Span(name("a"), name("b")))] == [name("a")]
-    past = {**Span(name("a")).json, "revision": str(revision)}
+    assert [kv.key for kv in client.read(Range(name("a"), name("b")))] == [name("a")]
+    past = {**Range(name("a")).json, "revision": str(revision)}
     assert ask(client, "kv/range", past)["kvs"][0]["value"] == "AP8="
-    assert erase(client, Span.prefix(name(""))) == 2
-    assert client.read(Span(name("a"))) == ()
+    assert erase(client, Range.prefix(name(""))) == 2
+    assert client.read(Range(name("a"))) == ()
 
 
 def test_order_of_creation(client: EtcdClient, name: Name) -> None:
     for text in "cab":
         write(client, name(text), b"")
-    read = client.read(Span.prefix(name("")))
+    read = client.read(Range.prefix(name("")))
     assert [kv.key for kv in read] == [name(text) for text in "cab"]
 
 
 def test_end_of_a_prefix() -> None:
-    assert Span.prefix(b"a\xff").end == b"b"
-    assert Span.prefix(b"a/").end == b"a0"
+    assert Range.prefix(b"a\xff").end == b"b"
+    assert Range.prefix(b"a/").end == b"a0"
 
 
 def test_transaction(client: EtcdClient, name: Name) -> None:
@@ -126,9 +126,9 @@ def test_transaction(client: EtcdClient, name: Name) -> None:
         return client.transaction(
             Transaction(
                 "attempt",
-                [put(key, b"1"), get(Span(key))],
-                [compare(Span(key), "version", 0)],
-                [get(Span(key))],
+                [put(key, b"1"), get(Range(key))],
+                [compare(Range(key), "version", 0)],
+                [get(Range(key))],
             )
         )
 
@@ -154,7 +154,7 @@ def test_comparisons(
     for text in "abc":
         write(client, name(text), b"v")
     write(client, name("b"), b"v")
-    for span in (Span(name("b")), Span.prefix(name(""))):
+    for span in (Range(name("b")), Range.prefix(name(""))):
         expected = holds and not (result == "greater" and span.end is not None)
         comparison = Transaction("compare", [], [compare(span, target, than, result)])
         assert client.transaction(comparison).succeeded == expected
@@ -167,17 +167,17 @@ def test_lease(client: EtcdClient, name: Name) -> None:
         return int(ask(client, "lease/timetolive", {"ID": str(lease)})["TTL"])
 
     write(client, name("k"), b"v", lease)
-    assert client.read(Span(name("k")))[0].lease == lease
+    assert client.read(Range(name("k")))[0].lease == lease
     assert client.keep_alive(lease) == 600
     assert 500 < seconds_left() <= 600
     assert client.revoke(lease) is True
-    assert client.read(Span(name("k"))) == ()
+    assert client.read(Range(name("k"))) == ()
     assert (client.revoke(lease), client.keep_alive(lease), seconds_left()) == (False, 0, -1)
 
 
 def test_a_key_goes_with_its_lease(client: EtcdClient, name: Name) -> None:
     revision = write(client, name("k"), b"v", client.grant(1))
-    assert Following(Watch(client, Span(name("k")), revision + 1), 1).values() == [None]
+    assert Following(Watch(client, Range(name("k")), revision + 1), 1).values() == [None]
 
 
 # Watches
@@ -186,10 +186,10 @@ def test_a_key_goes_with_its_lease(client: EtcdClient, name: Name) -> None:
 def test_watch_sees_what_was_written_since(client: EtcdClient, name: Name) -> None:
     revision = write(client, name("a"), b"0")
     write(client, name("a"), b"1")
-    of_a = Following(Watch(client, Span(name("a")), revision + 1), 2)
-    of_both = Following(Watch(client, Span.prefix(name("")), revision + 1), 4)
+    of_a = Following(Watch(client, Range(name("a")), revision + 1), 2)
+    of_both = Following(Watch(client, Range.prefix(name("")), revision + 1), 4)
     write(client, name("b"), b"2")
-    erase(client, Span(name("a")))
+    erase(client, Range(name("a")))
     write(client, name("b"), b"3")
     assert of_a.values() == [b"1", None]
     assert of_both.values() == [b"1", b"2", None, b"3"]
@@ -197,7 +197,7 @@ def test_watch_sees_what_was_written_since(client: EtcdClient, name: Name) -> No
 
 def test_watch_is_closed_from_another_thread(client: EtcdClient, name: Name) -> None:
     revision = write(client, name("a"), b"0")
-    following = Following(Watch(client, Span(name("a")), revision), 10)
+    following = Following(Watch(client, Range(name("a")), revision), 10)
     following.watch.close()
     assert following.values() in ([], [b"0"])
 
@@ -207,14 +207,14 @@ def test_watch_of_what_is_compacted(client: EtcdClient, name: Name) -> None:
     last = write(client, name("a"), b"1")
     ask(client, "kv/compaction", {"revision": str(last)})
     with pytest.raises(EtcdCompacted, match=rf"\b{last}\b"):
-        Following(Watch(client, Span(name("a")), first), 1).values()
+        Following(Watch(client, Range(name("a")), first), 1).values()
     with pytest.raises(EtcdCompacted):
-        ask(client, "kv/range", {**Span(name("a")).json, "revision": str(first)})
+        ask(client, "kv/range", {**Range(name("a")).json, "revision": str(first)})
 
 
 def test_watch_over_the_loss_of_each_member(cluster: EtcdServer) -> None:
     client, other = cluster.get_client(), cluster.get_client()
-    following = Following(Watch(client, Span(b"k"), 1), 90)
+    following = Following(Watch(client, Range(b"k"), 1), 90)
     for index in range(3):
         for number in range(30):
             if number == 10:
@@ -239,7 +239,7 @@ def test_killed_member(cluster: EtcdServer) -> None:
     for index in range(3):
         write(client, b"k", str(index).encode())
         cluster.kill(index)
-        assert client.read(Span(b"k"))[0].value == str(index).encode()
+        assert client.read(Range(b"k"))[0].value == str(index).encode()
         cluster.restart(index)
     client.close()
 
@@ -249,7 +249,7 @@ def test_killed_leader(cluster: EtcdServer) -> None:
     write(client, b"k", b"0")
     cluster.kill(cluster.leader())
     write(client, b"k", b"1")
-    assert client.read(Span(b"k"))[0].value == b"1"
+    assert client.read(Range(b"k"))[0].value == b"1"
     client.close()
 
 
@@ -274,7 +274,7 @@ def test_paused_member(cluster: EtcdServer) -> None:
     for index in range(3):
         write(client, b"k", str(index).encode())
         cluster.pause(index)
-        assert client.read(Span(b"k"))[0].value == str(index).encode()
+        assert client.read(Range(b"k"))[0].value == str(index).encode()
         cluster.resume(index)
     client.close()
 
@@ -286,13 +286,13 @@ def test_no_majority(cluster: EtcdServer) -> None:
         cluster.kill(index)
     for name, attempt in {
         "put": lambda: write(client, b"k", b"1"),
-        "range": lambda: client.read(Span(b"k")),
+        "range": lambda: client.read(Range(b"k")),
     }.items():
         with pytest.raises(StoreError, match=rf"{name} got no answer for 1 s.*majority") as caught:
             Background(attempt).join()
         assert all(endpoint in str(caught.value) for endpoint in cluster.endpoints.split(","))
     cluster.restart(1)
-    assert client.read(Span(b"k"), timeout=30.0)[0].value in (b"0", b"1")
+    assert client.read(Range(b"k"), timeout=30.0)[0].value in (b"0", b"1")
     client.close()
 
 
@@ -302,7 +302,7 @@ def test_used_after_a_fork(etcd: EtcdServer, name: Name) -> None:
     pid = os.fork()
     if pid == 0:
         try:
-            held = client.read(Span(name("k")))[0].value
+            held = client.read(Range(name("k")))[0].value
             write(client, name("k"), held + b" and child")
             client.close()
             os._exit(0)
@@ -310,7 +310,7 @@ def test_used_after_a_fork(etcd: EtcdServer, name: Name) -> None:
             os._exit(1)
     _, status = os.waitpid(pid, 0)
     assert status == 0
-    assert client.read(Span(name("k")))[0].value == b"parent and child"
+    assert client.read(Range(name("k")))[0].value == b"parent and child"
     client.close()
 
 
@@ -414,17 +414,17 @@ def test_password(guarded: EtcdServer, caplog: pytest.LogCaptureFixture) -> None
     caplog.set_level(logging.DEBUG)
     client = EtcdClient(guarded.endpoints, user="job", password=PASSWORD)
     revision = write(client, b"job/k", b"v")
-    following = Following(Watch(client, Span(b"job/k"), revision + 1), 2)
+    following = Following(Watch(client, Range(b"job/k"), revision + 1), 2)
     write(client, b"job/k", b"1")
     with pytest.raises(EtcdRefused, match="permission denied"):
         write(client, b"other/k", b"v")
     with pytest.raises(EtcdRefused, match="permission denied"):
-        Following(Watch(client, Span(b"other/k"), 1), 1).values()
+        Following(Watch(client, Range(b"other/k"), 1), 1).values()
     guarded.kill(0)  # and with it the token
     guarded.restart(0)
     write(client, b"job/k", b"2")
     assert following.values() == [b"1", b"2"]
-    assert client.read(Span(b"job/k"))[0].value == b"2"
+    assert client.read(Range(b"job/k"))[0].value == b"2"
     assert PASSWORD not in caplog.text and PASSWORD not in repr(client)
     caplog.clear()  # the errors in its records hold connections
     client.close()
@@ -435,7 +435,7 @@ def test_a_watch_logs_in_again(guarded: EtcdServer) -> None:
     client = EtcdClient(guarded.endpoints, user="job", password=PASSWORD)
     root = EtcdClient(guarded.endpoints, user="root", password="root's own")
     revision = write(client, b"job/k", b"0")
-    watch = Watch(client, Span(b"job/k"), revision + 1)
+    watch = Watch(client, Range(b"job/k"), revision + 1)
     events = watch.events()
     for value in (b"1", b"2", b"3"):
         ask(root, "auth/user/changepw", {"name": "job", "password": PASSWORD})  # its tokens go
@@ -527,10 +527,10 @@ def encrypted(ours: Certificates) -> Iterator[EtcdServer]:
 def test_certificates(encrypted: EtcdServer) -> None:
     client = encrypted.get_client()
     revision = write(client, b"k", b"v")
-    following = Following(Watch(client, Span(b"k"), revision + 1), 1)
+    following = Following(Watch(client, Range(b"k"), revision + 1), 1)
     write(client, b"k", b"1")
     assert following.values() == [b"1"]
-    idle = Following(Watch(client, Span(b"other"), 1), 1)
+    idle = Following(Watch(client, Range(b"other"), 1), 1)
     idle.watch.close()
     assert idle.values() == []
     client.close()

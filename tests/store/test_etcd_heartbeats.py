@@ -21,7 +21,7 @@ from ft_wrapper.rendezvous.keys import alive_key
 from ft_wrapper.rendezvous.presence import NodeWatch
 from ft_wrapper.rendezvous.record import Node, RendezvousRecord, RoundPolicy, Seat
 from ft_wrapper.store import EtcdStore, PrefixStore
-from ft_wrapper.store.etcd_messages import Span
+from ft_wrapper.store.etcd_messages import Range
 from ft_wrapper.store.etcd_watch import Watch
 from ft_wrapper.testing import EtcdServer, FakeStore
 
@@ -357,7 +357,7 @@ def test_nothing_is_left_of_a_job(relay: Relay, etcd: EtcdServer, make: Make) ->
     Agreement(store).heartbeats.beat_heart(str(MEMBER), 60.0)
     store.set("k", "1")
     assert other.remove() is True
-    everything = Span.prefix(store._etcd.prefix)
+    everything = Range.prefix(store._etcd.prefix)
     client = other._etcd.client
     assert client.read(everything) == ()
     Agreement(store).heartbeats.beat_heart(str(MEMBER), 60.0)  # its lease is there still
@@ -389,7 +389,7 @@ def test_signs_of_life_of_an_earlier_job_are_none(etcd: EtcdServer, make: Make) 
     """Its members had the same names, and one of its processes may not have noticed that it is over."""
     old = make(etcd.endpoints)
     Agreement(old).heartbeats.beat_heart(str(MEMBER), 60.0)
-    erase(old._etcd.client, Span(old._etcd.prefix + b"life"))
+    erase(old._etcd.client, Range(old._etcd.prefix + b"life"))
     new = make(etcd.endpoints)
     assert entries(new) and Agreement(new).heartbeats.get_heartbeat(MEMBER) == LAPSED
     Agreement(new).heartbeats.beat_heart(str(MEMBER), 60.0)

@@ -14,7 +14,7 @@ from etcd_helpers import write
 from etcd_hosts import EtcdHost, EtcdOnHosts
 
 from ft_wrapper.store.etcd_client import EtcdClient
-from ft_wrapper.store.etcd_messages import Span
+from ft_wrapper.store.etcd_messages import Range
 from ft_wrapper.testing import EtcdServer, etcd_server
 from ft_wrapper.testing.etcd_server import BINARY_VARIABLES, EtcdNotFound, find_etcd
 
@@ -27,7 +27,7 @@ def cluster() -> Iterator[EtcdServer]:
 
 
 def read(client: EtcdClient, key: bytes) -> bytes:
-    return client.read(Span(key))[0].value
+    return client.read(Range(key))[0].value
 
 
 def test_one_member() -> None:
@@ -75,7 +75,7 @@ def test_data_stays_where_it_was_asked_to(tmp_path: Path) -> None:
     for expected in (0, 1):
         with EtcdServer(data_dir=str(tmp_path)) as server:
             client = server.get_client()
-            assert len(client.read(Span(b"k"))) == expected
+            assert len(client.read(Range(b"k"))) == expected
             write(client, b"k", b"v")
             client.close()
 

@@ -23,7 +23,7 @@ from ft_wrapper.exception import StoreError
 from ft_wrapper.protocol import keys as names
 from ft_wrapper.protocol.operations import append_counted, read, read_log
 from ft_wrapper.store import EtcdStore, PrefixStore, StoreMixin
-from ft_wrapper.store.etcd_messages import Span
+from ft_wrapper.store.etcd_messages import Range
 from ft_wrapper.store.etcd_watch import Watch
 from ft_wrapper.store.plan import plan_store
 from ft_wrapper.testing import EtcdServer
@@ -489,11 +489,11 @@ def test_keys_go_with_the_job(etcd: EtcdServer, make: Make, prefix: str) -> None
     store.set("k", "1")
     store.append("log", "1")
     client = etcd.get_client()
-    keys = client.read(Span.prefix(f"{prefix}/".encode()))
+    keys = client.read(Range.prefix(f"{prefix}/".encode()))
     assert {kv.lease for kv in keys} == {keys[0].lease} and keys[0].lease
     assert int(ask(client, "lease/timetolive", {"ID": str(keys[0].lease)})["TTL"]) > 500
     assert store.remove() is True
-    assert client.read(Span.prefix(f"{prefix}/".encode())) == ()
+    assert client.read(Range.prefix(f"{prefix}/".encode())) == ()
     assert store.remove() is False
     client.close()
 
@@ -546,9 +546,9 @@ def test_lease_is_kept_alive_until_the_store_is_closed(relay: Relay, etcd: EtcdS
     relay.wait_for("lease/keepalive", 6)  # a lease of a second would have run out by now
     assert clone.add("n", 1) == 2
     client = etcd.get_client()
-    (life,) = client.read(Span(store._etcd.prefix + b"life"))
+    (life,) = client.read(Range(store._etcd.prefix + b"life"))
     store.close()
-    events = Watch(client, Span(life.key), life.mod_revision + 1).events()
+    events = Watch(client, Range(life.key), life.mod_revision + 1).events()
     assert Background(lambda: next(events)).join().create_revision == 0
     events.close()
     client.close()
