@@ -31,10 +31,10 @@ class Ends:
         Returns:
             The outcome that counts: the first one written.
         """
-        *_, stands, _ = self.store.execute([*before, *_ending(n, outcome)])
-        if stands is None:
+        *_, first, _ = self.store.execute([*before, *_ending(n, outcome)])
+        if first is None:
             raise StoreError(f"store key {keys.end(n)!r} is gone, though it was written just now")
-        return records.outcome_in(n, stands) or outcome
+        return records.outcome_in(n, first) or outcome
 
     def pass_on_end(self, n: int) -> None:
         """Wakes all members again, because iteration n has ended.

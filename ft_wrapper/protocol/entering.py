@@ -149,14 +149,14 @@ class Entering:
             InternalError: another member was given the same active rank, or rank 0 other sizes.
         """
         member, active_rank = entry.member, entry.active_rank
-        told: list[Step] = []
+        publish: list[Step] = []
         if endpoint is not None:
             text = " ".join(str(part) for part in (*endpoint, *sizes))
-            told = [Write({keys.meeting(n): text}), Notify(keys.wake_meeting(n), text)]
+            publish = [Write({keys.meeting(n): text}), Notify(keys.wake_meeting(n), text)]
         claim = [] if active_rank is None else [SetIfAbsent(keys.seat(n, active_rank), str(member))]
-        look = [] if told else [Read(keys.meeting(n))]
-        given = self.store.execute([*told, *claim, Append(keys.entered(n), entry.to_text()), *look])
-        holder = Member.parse(str(given[len(told)]), claim[0].key) if claim else member
+        look = [] if publish else [Read(keys.meeting(n))]
+        given = self.store.execute([*publish, *claim, Append(keys.entered(n), entry.to_text()), *look])
+        holder = Member.parse(str(given[len(publish)]), claim[0].key) if claim else member
         if holder != member:
             raise InternalError(
                 f"rank_assignment gave active rank {active_rank} of iteration {n} to slot {member.slot} and "
@@ -209,11 +209,11 @@ def _endpoint_in(n: int, meeting: str | None, member: Member, sizes: Sizes) -> E
     """The endpoint of n by the value of its meeting key; None if the key is absent."""
     if meeting is None:
         return None
-    endpoint, told = _parse_meeting(n, meeting)
-    if told != sizes:
+    endpoint, others = _parse_meeting(n, meeting)
+    if others != sizes:
         raise InternalError(
             f"rank_assignment disagrees in iteration {n}: slot {member.slot} was given world size and active "
-            f"world size {sizes}, active rank 0 {told}; it must give the same sizes on every rank"
+            f"world size {sizes}, active rank 0 {others}; it must give the same sizes on every rank"
         )
     return endpoint
 
@@ -305,8 +305,8 @@ class Barriers(Operations):
             contributions = dict(json.loads(line) for line in operations.read_log(self, log_key))
             if len(contributions) == count:
                 results = compute(contributions)
-                said = {keys.barrier(name, f"result/{peer}"): text for peer, text in results.items()}
-                self.execute([Write(said), SetIfAbsent(verdict_key, "computed"), Notify(wake_key, "1")])
+                written = {keys.barrier(name, f"result/{peer}"): text for peer, text in results.items()}
+                self.execute([Write(written), SetIfAbsent(verdict_key, "computed"), Notify(wake_key, "1")])
         try:
             if not _wait_unless_over(self, wake_key, timeout.total_seconds(), _LOOK_EVERY):
                 here = {json.loads(line)[0] for line in operations.read_log(self, log_key)}

@@ -212,11 +212,11 @@ class EtcdStore(Store, StoreMixin):
         wakes = self._keys.all(names.WAKE)
         while name.startswith(names.WAKE) and (standing := self._etcd.standing_watch(wakes, self.patience)):
             remaining = deadline - time.monotonic()
-            said = standing.wait_for(self._keys.span(name).key, min(remaining, LOOK_AGAIN))
-            if said is None:  # the watch may not have delivered a recent write yet
-                said = messages.value_of(self._held(name))
-            if said is not None:
-                text = to_text(said, name, self.seal is None)
+            value = standing.wait_for(self._keys.span(name).key, min(remaining, LOOK_AGAIN))
+            if value is None:  # the watch may not have delivered a recent write yet
+                value = messages.value_of(self._held(name))
+            if value is not None:
+                text = to_text(value, name, self.seal is None)
                 return text if self.seal is None else self.seal.check(name, text) or ""
             if time.monotonic() >= deadline:
                 return None
