@@ -121,13 +121,13 @@ class GlobalIteration:
         gone = operations.append_counted(self.store, keys.arrived(view.n), arrival, keys.count_gone(view.n))
         return self.advance(view, member) if gone >= len(view.members) else None
 
-    def ask_to_join(self, n: int, member: Member, call: int) -> None:
-        """Asks to join the iteration after n, if that belongs to the call."""
-        self.store.execute([Append(keys.join(n), f"{member} {call}")])
+    def ask_to_join(self, n: int, member: Member, call: int, mark: str = "") -> None:
+        """Asks to join the iteration after n, if that belongs to the call; see `records.joins_in`."""
+        self.store.execute([Append(keys.join(n), f"{member} {call} {mark}".rstrip())])
 
     def joins_of(self, n: int) -> set[Member]:
         """The members that ask to join the iteration after n."""
-        return records.joins_in(n, read_log(self.store, keys.join(n)))
+        return set(records.joins_in(n, read_log(self.store, keys.join(n))))
 
     def arrivals_of(self, n: int) -> set[Member]:
         """The members that have arrived: they have left the function of n."""
@@ -147,7 +147,6 @@ class GlobalIteration:
         silent: frozenset[Member] = frozenset(),
         drop_missing: bool = False,
         hold: bool = True,
-        gathered: bool = False,
     ) -> Proposed | None:
         """Proposes the next iteration, unless it has to wait for somebody.
 
@@ -157,7 +156,6 @@ class GlobalIteration:
             silent: members whose heartbeat the proposer has seen stand still for ``heartbeat_timeout``.
             drop_missing: after a fault, go on without living members that have not arrived.
             hold: wait for announced replacements, if fewer ranks than `active_target` would be left.
-            gathered: if no member is left, go on though some slots have no newcomer yet.
 
         Returns:
             The proposal; head has moved on from ``view`` then, by this proposal or by another one. None if it
@@ -169,8 +167,8 @@ class GlobalIteration:
         chosen = candidates(view, found, proposer, silent)
         if chosen.missing and not (drop_missing and found.outcome == FAULT):
             return None
-        if not (chosen.kept or gathered or chosen.all_came_back(view)):
-            return None  # the first newcomer waits for one in every slot
+        if not (chosen.kept or any(found.joining.values()) or chosen.all_came_back(view)):
+            return None  # the first newcomer waits for the others
         judgement = history.Judgement(view.decision.blamed)
         if view.decision.max_faults and found.outcome == FAULT:
             faults, now = self.ends.faults_of(view.n), self.store.wall_clock()
@@ -248,7 +246,7 @@ class GlobalIteration:
                 if head != view.head:
                     return self._follow(view, member, head)
                 if look.is_last:
-                    # As read before `advance`. Who arrives during it may be missed by it, and then proposes.
+                    # Those missing before `advance`: a member that arrives during it proposes itself.
                     awaited = set(missing) - silent
                     if not (between_calls and awaited):
                         absent = sorted(one.slot for one in set(view.members) - arrived)
@@ -274,7 +272,7 @@ class GlobalIteration:
 
     def arrived_and_missing(self, view: View) -> tuple[set[Member], list[Member]]:
         """The members not logged dead: those that have arrived, and those that have not."""
-        arrived = set(self.arrivals_of(view.n))
+        arrived = self.arrivals_of(view.n)
         dead = self.ends.deaths_of(view.n)
         return arrived - dead, sorted(set(view.members) - arrived - dead)
 

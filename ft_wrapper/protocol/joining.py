@@ -7,18 +7,17 @@ joiner, or it is clear that no iteration will. So no process joins too early or 
 import dataclasses
 import enum
 import json
-import math
 from collections.abc import Iterable
 
 from ..attribution import Interruption
 from ..exception import RestartTimeout, StoreError
 from ..settings import Limits, OnJoin
-from . import keys
+from . import keys, records
 from .entering import Entering
 from .global_iteration import GlobalIteration
-from .operations import Count, Operations, read, set_if_absent, write_text
+from .operations import Operations, append_counted, read, set_if_absent, write_text
 from .proposal import first_decision
-from .records import DONE, FAULT, GAVE_UP, Member, MemberRecord, View, record_of, roster_from_json, to_number
+from .records import DONE, FAULT, GATHERED, GAVE_UP, Member, MemberRecord, View, record_of, to_number
 from .silence import HeartbeatObserver
 from .waiting import FIRST_LOOK, LONGEST_LOOK, is_checker, looks, stagger
 
@@ -135,9 +134,7 @@ class Joining:
         """
         n = keys.BEFORE_FIRST
         expected = frozenset(slots)
-        self.iterations.ask_to_join(n, member, 0)
-        (count,) = self.store.execute([Count(keys.count_gone(n))])
-        if int(count or 0) >= len(expected):
+        if append_counted(self.store, keys.join(n), f"{member} 0", keys.count_gone(n)) >= len(expected):
             self.form(expected, limits)
 
     def living_joiners(self) -> dict[int, Member]:
@@ -202,7 +199,7 @@ class Joining:
             key = keys.roster(head.n, head.nonce)
             roster = read(self.store, key)
             if roster is not None:  # None if head has moved on by two meanwhile
-                members = roster_from_json(roster, key)
+                members = records.roster_from_json(roster, key)
                 return View(first_decision(members, limits), head.nonce, members)
         return self._read_current()
 
@@ -294,6 +291,7 @@ class _Attempt:
         self._pause = FIRST_LOOK
         self._asked_at: float | None = None
         self._ended_at: float | None = None
+        self._has_gathered = False  # whether this joiner is marked so
         self._awaited_at = 0.0  # when a living member was last seen between two calls
         self._logged_at = 0.0  # when the awaited members were last logged
 
@@ -308,16 +306,14 @@ class _Attempt:
             due = self._asked_at + self.limits.join_window * 2.0**again
             if not ((self._store.now() >= due and self._should_end_iteration()) or self._is_deserted()):
                 # Until the window is due; later in growing pauses, as the conditions may be met then.
-                left = due - self._store.now()
-                self.wait(keys.wake_end(n), left if left > 0 else math.inf)
+                self.wait(keys.wake_end(n), due - self._store.now())
                 return
             self.joining.ends.end_iteration(n, FAULT)
-        self._propose(self._asked_at)
-        self.wait(keys.wake_head(n + 1))
+        self.wait(keys.wake_head(n + 1), self._propose(self._asked_at))
 
-    def wait(self, wake: str, at_most: float = math.inf) -> None:
-        """Waits a little for a notification key, each time longer; `at_most` cuts a wait short."""
-        pause = min(self._pause, at_most)
+    def wait(self, wake: str, due: float = 0.0) -> None:
+        """Waits a little for a notification key, each time longer; at most ``due`` seconds if positive."""
+        pause = min(self._pause, due) if due > 0 else self._pause
         if pause == self._pause:
             self._pause = min(2 * pause, LONGEST_LOOK, max(FIRST_LOOK, self.limits.heartbeat_timeout))
         self._store.wait_for(wake, pause)
@@ -348,8 +344,12 @@ class _Attempt:
             return False
         return len(self.observer.silent(living)) == len(living)
 
-    def _propose(self, asked_at: float) -> None:
-        """Proposes; this does nothing unless every member has arrived, is dead or is silent."""
+    def _propose(self, asked_at: float) -> float:
+        """Proposes; this does nothing unless every member has arrived, is dead or is silent.
+
+        Returns:
+            Seconds until the join window is over: then this newcomer no longer waits for others.
+        """
         view, now = self.view, self._store.now()
         if self._ended_at is None:
             self._ended_at = self._awaited_at = self._logged_at = now
@@ -368,5 +368,9 @@ class _Attempt:
                 f"min_world_size={view.decision.min_world_size} ranks are left"
             )
         hold = now - self._ended_at < self.limits.rejoin_wait
-        gathered = now - max(asked_at, self._ended_at) >= self.limits.join_window
-        self._iterations.advance(view, None, silent=silent, hold=hold, gathered=gathered)
+        window = max(asked_at, self._ended_at) + self.limits.join_window - now
+        if window <= 0 and not self._has_gathered:
+            self._iterations.ask_to_join(view.n, self.member, self.call, GATHERED)
+            self._has_gathered = True
+        self._iterations.advance(view, None, silent=silent, hold=hold)
+        return window

@@ -18,13 +18,13 @@ class Evidence:
     Args:
         outcome: how it ended: ``fault`` or ``done``.
         arrived: the members that have arrived, each with its entry.
-        joining: the members that ask to join the next one.
+        joining: the members that ask to join the next one, and whether each has waited for others.
         dead: the dead members, each with its marks; see `records.deaths_in`.
     """
 
     outcome: str
     arrived: Mapping[Member, ArrivalEntry]
-    joining: Collection[Member]
+    joining: Mapping[Member, bool]
     dead: Mapping[Member, Collection[str]]
 
 
@@ -52,7 +52,7 @@ class Candidates:
         return {one.slot for one in self.newcomers}.issuperset(one.slot for one in view.members)
 
     def without(self, out: Collection[Member]) -> "Candidates":
-        """The same without excluded members."""
+        """The same without those of the kept members that are excluded."""
         return dataclasses.replace(self, kept=tuple(one for one in self.kept if one not in out))
 
 
@@ -118,8 +118,8 @@ def next_decision(
     removed = tuple(sorted(set(view.members).difference(kept)))
     sizes = {arrived[member].world_size for member in kept}
     if len(sizes) > 1:
-        # The iteration ended during the rank assignment: some members have new ranks, some old ones.
-        # numbering is left, so all are treated as newcomers and get ranks by slot.
+        # The iteration ended during the rank assignment: some members have new ranks, some old ones. So all
+        # are treated as newcomers, and get ranks by slot.
         newcomers, kept = chosen.members, ()
     if len({arrived[member].rank for member in kept}) < len(kept):
         ranks = (f"slot {m.slot} is rank {arrived[m].rank} of {arrived[m].world_size}" for m in kept)

@@ -25,6 +25,8 @@ RETURNS = "returns"
 GAVE_UP = "gave_up"
 #: Begins the mark of a death by an exception that `max_same_faults` counts.
 LEFT_BY = "left by "
+#: Marks a joiner that has waited ``join_window`` for others, where no member may be left.
+GATHERED = "gathered"
 FOR_GOOD = "for good: "  # begins the signature of a fault that ends the job at once
 # They wait for one peer, not for all.
 _POINT_TO_POINT = {"send", "recv", "isend", "irecv", "send_object_list", "recv_object_list"}
@@ -192,7 +194,7 @@ class Fault(Record):
 
 @dataclasses.dataclass(frozen=True)
 class SameFault:
-    """A fault that ended several iterations in a row.
+    """A fault, and how many iterations in a row it has ended.
 
     Args:
         what: its signature: the kind of exception and the source line, in words.
@@ -249,7 +251,7 @@ class Decision(Record):
         inserted: those of ``joined_ranks`` that did not exist before, in ascending order.
         world_size: size of the widened world, its gaps included.
         min_world_size: fewest members that the job goes on with; the same in all of its decisions.
-        same_faults: faults of the iteration that ended, those most often seen in a row first.
+        same_faults: faults of the iteration that ended: those that end the job first, then by their count.
         max_faults: number of faults within ``fault_window`` that excludes a slot or host; 0 for no limit. The
             same in all decisions.
         fault_window: time in seconds; the same in all decisions.
@@ -438,14 +440,22 @@ def arrivals_in(n: int, log: Iterable[str]) -> dict[Member, ArrivalEntry]:
     return arrivals
 
 
-def joins_in(n: int, log: Iterable[str], call: int | None = None) -> set[Member]:
-    """The members that ask to join the iteration after n; with ``call``, only those that come for it."""
+def joins_in(n: int, log: Iterable[str], call: int | None = None) -> dict[Member, bool]:
+    """The members that ask to join the iteration after n, and whether each is marked `GATHERED`.
+
+    Args:
+        n: the iteration.
+        log: its log of joins.
+        call: only those that come for this call; all when None.
+    """
     key = keys.join(n)
-    joins = set()
+    joins: dict[Member, bool] = {}
     for line in log:
-        name, comes_for = split_entry(line, 2, key)
+        asked = line.removesuffix(f" {GATHERED}")
+        name, comes_for = split_entry(asked, 2, key)
         if call is None or to_number(comes_for, key) == call:
-            joins.add(Member.parse(name, key))
+            member = Member.parse(name, key)
+            joins[member] = joins.get(member, False) or asked != line
     return joins
 
 

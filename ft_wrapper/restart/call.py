@@ -38,7 +38,8 @@ from .settings import Settings
 log = logging.getLogger(__name__)
 
 _ABORTED_SOON = 0.5  # seconds
-_HUNG = 0.9  # of soft_timeout: of ranks that hang together, the monitors notice one after the other
+# Ranks that hang together do not reach soft_timeout together: from this part of it on, a hang is a cause.
+_HANG_IS_CAUSE_FROM = 0.9
 # Ranks that write where they hung, up to a kilobyte each, into one key.
 _WHEREABOUTS = 512
 # Seconds in an iteration: a broken job mostly fails sooner, and active ranks need the CPUs to begin.
@@ -79,7 +80,7 @@ class Call(RestartedProcess):
         began_at = time.monotonic()
         self._current = FunctionRun()
         self._user_store: PrefixStore | None = None
-        self.own = Resources(settings, plan, state, function_name, self._look, self._abort, self._tell)
+        self.own = Resources(settings, plan, state, function_name, self._locate, self._abort, self._publish)
         self.waiting = self.own.waiting
         self._reporter = Reporter(self.own, began_at)
         self._times = RestartTimes(time.monotonic())
@@ -200,7 +201,7 @@ class Call(RestartedProcess):
     def _note_failure(self, caught: BaseException, watch: WatchedIteration, result: FunctionResult) -> None:
         """Notes an exception that left the function: the function's own, or what interrupted it."""
         run, is_interrupted = self._current, self.own.interrupter.requested
-        if not (is_interrupted and watch.is_done):  # else a spare warmed up until the iteration completed
+        if not (is_interrupted and watch.is_done):  # not if a spare warmed up until the iteration completed
             run.error, result.has_returned = caught, False
         raised = caught if isinstance(caught, Exception) else caught.__cause__
         if isinstance(raised, Exception):
@@ -424,7 +425,7 @@ class Call(RestartedProcess):
 
     # ---- in the monitor thread
 
-    def _look(self) -> None:
+    def _locate(self) -> None:
         """On a rank without progress, notes where it hangs: in a collective, or elsewhere."""
         memory, settings, thread = self.own.memory, self.settings, self.own.interrupter.thread
         since = memory.progress_stamp(settings.progress_watchdog_interval)
@@ -432,10 +433,10 @@ class Call(RestartedProcess):
         if memory.phase != Phase.WATCHED or stillness < settings.soft_timeout / 2:
             return
         if found := current_collective(thread):
-            is_cause = stillness > _HUNG * settings.soft_timeout
+            is_cause = stillness > _HANG_IS_CAUSE_FROM * settings.soft_timeout
             self._current.hang = Hang(*found, same_faults.hang_of(thread), since, is_cause)
 
-    def _tell(self) -> None:
+    def _publish(self) -> None:
         """Writes into the store what others want to know. That may wait for the store."""
         self._reporter.ended()  # first: the function's thread may wait for the report
         warm_up.announce_cuda(self.own.thread_agreement.store)  # for the process that replaces a lost rank

@@ -28,8 +28,8 @@ class FunctionResult:
     Args:
         value: what it returned.
         error: the exception that this rank has to publish.
-        has_returned: whether this rank has nothing left to do in the iteration. How the iteration ends is
-            still open.
+        has_returned: whether this rank has nothing left to do in the iteration: the function has returned, or
+            the rank is a spare.
         fault: signature of the fault, if `max_same_faults` counts it.
     """
 
@@ -67,7 +67,7 @@ class RestartedProcess:
         """Points ``torch.distributed`` to that store."""
 
     def call_function(self, state: State) -> FunctionResult:
-        """Runs the function on an active rank; waits on a spare.
+        """Runs the function on an active rank; warms a spare up.
 
         Args:
             state: the rank's state.

@@ -19,7 +19,7 @@ from training import Training
 from ft_wrapper.agent.verdict import INFRASTRUCTURE
 from ft_wrapper.run import main
 from ft_wrapper.store import EtcdStore
-from ft_wrapper.store.etcd_messages import Span, Transaction, put
+from ft_wrapper.store.etcd_messages import Range, Transaction, put
 from ft_wrapper.store.etcd_watch import Watch
 from ft_wrapper.testing import EtcdServer
 from ft_wrapper.testing.etcd_server import EtcdTLS, free_port
@@ -59,7 +59,7 @@ COUNTING = WRAPPED.replace(
 def left_in(etcd: EtcdServer) -> list[bytes]:
     """All keys."""
     with contextlib.closing(etcd.get_client()) as client:
-        return [kv.key for kv in client.read(Span.prefix(b"ft_wrapper"))]
+        return [kv.key for kv in client.read(Range.prefix(b"ft_wrapper"))]
 
 
 def test_any_machine_may_be_lost(
@@ -189,8 +189,8 @@ def short_lease(etcd: EtcdServer) -> Iterator[None]:
 def await_end_of_lease(etcd: EtcdServer, *, heartbeats: bool = False) -> None:
     """Waits until the job is gone, which no one keeps alive any more; and its heartbeats, if so said."""
     with contextlib.closing(etcd.get_client()) as client:
-        (life,) = client.read(Span(b"ft_wrapper/job/life"))
-        span = Span.prefix(b"ft_wrapper/job/") if heartbeats else Span(life.key)
+        (life,) = client.read(Range(b"ft_wrapper/job/life"))
+        span = Range.prefix(b"ft_wrapper/job/") if heartbeats else Range(life.key)
         watch = Watch(client, span, life.mod_revision + 1)
         too_late = threading.Timer(TIMEOUT, watch.close)
         too_late.start()

@@ -424,8 +424,8 @@ MUTANTS = [
     _job(
         "last-to-join-does-not-form",
         JOINING,
-        "if int(count or 0) >= len(expected):",
-        "if int(count or 0) > len(expected):",
+        "keys.count_gone(n)) >= len(expected):",
+        "keys.count_gone(n)) > len(expected):",
         "the last to join decides at once",
     ),
     _job(
@@ -526,15 +526,15 @@ MUTANTS = [
     _job(
         "first-to-come-back-goes-alone",
         ITERATION,
-        "if not (chosen.kept or gathered or chosen.all_came_back(view)):",
+        "if not (chosen.kept or any(found.joining.values()) or chosen.all_came_back(view)):",
         "if False:",
         "where no member is left the first to come back waits for the others",
     ),
     _job(
         "first-to-come-back-waits-for-ever",
         JOINING,
-        "gathered = now - max(asked_at, self._ended_at) >= self.limits.join_window",
-        "gathered = False",
+        "if window <= 0 and not self._has_gathered:",
+        "if False:",
         "for no longer than the join window",
     ),
     _job(
@@ -593,8 +593,8 @@ MUTANTS = [
     _job(
         "joiner-drops-who-has-not-arrived",
         JOINING,
-        "self._iterations.advance(view, None, silent=silent, hold=hold, gathered=gathered)",
-        "self._iterations.advance(view, None, silent=silent, hold=hold, gathered=gathered, drop_missing=True)",
+        "self._iterations.advance(view, None, silent=silent, hold=hold)",
+        "self._iterations.advance(view, None, silent=silent, hold=hold, drop_missing=True)",
         "a joiner does not push out members that take their time",
     ),
     # A member's part
