@@ -76,7 +76,7 @@ from table import show_table
 from ft_wrapper import events
 from ft_wrapper.store import connect
 from ft_wrapper.store.address import DEFAULT_PREFIX, EtcdAddress
-from ft_wrapper.store.etcd_messages import Span
+from ft_wrapper.store.etcd_messages import Range
 from ft_wrapper.store.plan import connect_etcd
 from ft_wrapper.testing import EtcdServer
 from ft_wrapper.testing.etcd_server import free_port
@@ -578,7 +578,7 @@ def left_in(etcd: EtcdServer | None) -> list[str]:
     if etcd is None:
         return []
     with contextlib.closing(etcd.get_client()) as client:
-        every = client.read(Span.prefix(DEFAULT_PREFIX.strip("/").encode()))
+        every = client.read(Range.prefix(DEFAULT_PREFIX.strip("/").encode()))
         return [kv.key.decode(errors="replace") for kv in every]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ft_wrapper.store.address import parse_endpoints
-from ft_wrapper.store.etcd_messages import Span
+from ft_wrapper.store.etcd_messages import Range
 from ft_wrapper.testing import EtcdServer
 
 
@@ -27,7 +27,7 @@ def require_login(server: EtcdServer, passwords: Mapping[str, str], below: Mappi
         if role == user:
             _ask(server, "role/add", {"name": role})
         if user in below:
-            permission = Span.prefix(below[user].encode()).json | {"permType": "READWRITE"}
+            permission = Range.prefix(below[user].encode()).json | {"permType": "READWRITE"}
             _ask(server, "role/grant", {"name": role, "perm": permission})
         _ask(server, "user/grant", {"user": user, "role": role})
     _ask(server, "enable", {})

@@ -53,7 +53,7 @@ LINES = {
     "cli": Budget(700, 820, SHELL),
     "restart": Budget(1200, 1528, CORE),
     "rank_assignment": Budget(500, 504, CORE),
-    "protocol": Budget(2170, 2275, CORE),
+    "protocol": Budget(2170, 2273, CORE),
     "store": Budget(1670, 1894, CORE),
     "monitor": Budget(2210, 2457, CORE),
     "torch_groups": Budget(1185, 1288, CORE),

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from ..attribution import Interruption, by_blame
-from .records import LEFT_BY, ArrivalEntry, Blamed, Decision, Fault, Member, SameFault, View
+from .records import FOR_GOOD, LEFT_BY, ArrivalEntry, Blamed, Decision, Fault, Member, SameFault, View
 
 _SAME_FAULTS = 4  # faults that a decision counts; of ranks that fail together, each may fail differently
 
@@ -52,8 +52,10 @@ def fault_that_ends_job(decision: Decision, limit: int | None) -> SameFault | No
         decision: of the iteration.
         limit: the argument ``max_same_faults``.
     """
-    last = (one for one in decision.same_faults if one.is_for_good or (limit and one.count >= limit))
-    return next(last, None)
+    for fault in decision.same_faults:
+        if fault.what.startswith(FOR_GOOD) or (limit is not None and fault.count >= limit):
+            return fault
+    return None
 
 
 @dataclasses.dataclass(frozen=True)

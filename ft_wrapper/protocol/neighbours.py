@@ -172,12 +172,8 @@ class NeighbourWatch:
     def _starts(self, view: View, own: frozenset[Member]) -> tuple[int, ...]:
         """The places in the ring of watchers that no watcher follows; one if the watchers are in a row."""
         if self._ring is None or self._ring[:2] != (view.head, own):
-            members = view.members
-            starts = (
-                place
-                for place, member in enumerate(members)
-                if member in own and members[(place + 1) % len(members)] not in own
-            )
+            pairs = enumerate(zip(view.members, (*view.members[1:], view.members[0]), strict=True))
+            starts = (place for place, (member, after) in pairs if member in own and after not in own)
             self._ring = view.head, own, tuple(starts)
         return self._ring[2]
 
