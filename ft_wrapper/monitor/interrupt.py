@@ -7,12 +7,12 @@ and leaving `Interrupter.call`, and outside `Interrupter.atomic` and this module
 
 - The thread is at an *unsafe point* (`safe_points`). It enters or leaves a ``with``, for example: an
   interruption would leave a lock held, or gradients off, for good. Two exceptions: the thread has not moved
-  for several resends, or *every* unsafe frame has been unsafe for the grace time. (Every one: waiting in an
-  outer frame must not expose a newly entered inner one.) Two kinds of frame stay unsafe however long they
+  for several resends, or *every* unsafe frame has been unsafe for `cleanup_timeout`. (Every one: waiting in
+  an outer frame must not expose a newly entered inner one.) Two kinds of frame stay unsafe however long they
   take: an import, since half of one leaves a broken module behind for the rest of the process, and torch's
   call from C++ into Python, where an exception may abort the process.
 - The thread cleans up after an earlier interruption (in a ``finally`` or an ``except``), or runs a finalizer
-  (a ``__del__``, or a generator that is being closed). The thread gets another grace time for that.
+  (a ``__del__``, or a generator that is being closed). The thread gets another `cleanup_timeout` for that.
 
 After a signal at an unsafe point, Python traces the unsafe frame and its callers by instruction, and the
 tracer raises at the first safe point. If it comes to none, or a debugger already traces, the next signal
@@ -64,7 +64,7 @@ class Interrupter:
     `interrupt_until_left`. In the main thread it also installs a signal's handler.
 
     Args:
-        unwind_grace: seconds for the function's clean-up, before the clean-up is interrupted, too.
+        cleanup_timeout: seconds for the function's clean-up, before the clean-up is interrupted, too.
 
     Attributes:
         thread: the function's thread, by its ``threading.get_ident()``.
@@ -76,14 +76,14 @@ class Interrupter:
         RuntimeError: no real-time signal is free.
     """
 
-    def __init__(self, unwind_grace: float = Limits.cleanup_timeout) -> None:
+    def __init__(self, cleanup_timeout: float = Limits.cleanup_timeout) -> None:
         self.thread = threading.get_ident()
         self.signum: int | None = None
         # Written by the function's thread.
         self.is_running = False
         self._depth = 0
-        self._unwind_grace = unwind_grace
-        self._deferral = Deferral(unwind_grace)
+        self._cleanup_timeout = cleanup_timeout
+        self._deferral = Deferral(cleanup_timeout)
         self._traced = False
         self._atomic = Atomic(self)
         # Written by the monitor thread.
@@ -146,7 +146,7 @@ class Interrupter:
                     self._withdraw()
                     _stop_tracing(None)
                     self._leave_atomic()  # the function may have left a block open
-                    self._deferral = Deferral(self._unwind_grace)  # the old one holds frames
+                    self._deferral = Deferral(self._cleanup_timeout)  # the old one holds frames
                     self._traced = False
                     left = True
                 except BaseException as raised:
@@ -355,17 +355,17 @@ class Deferral:
     """Decides whether the function can be made to leave where it is. Belongs to the function's thread.
 
     Args:
-        unwind_grace: seconds for ``finally`` and ``except`` blocks, and to come to a safe point.
+        cleanup_timeout: seconds for ``finally`` and ``except`` blocks, and to come to a safe point.
 
     Attributes:
         passing: the innermost frame, its instruction, and when it was first seen there, if the thread was at
             an unsafe point at the last look; else None.
     """
 
-    def __init__(self, unwind_grace: float) -> None:
-        self._grace = unwind_grace
+    def __init__(self, cleanup_timeout: float) -> None:
+        self._timeout = cleanup_timeout
         # When the clean-up after an interruption began, or was first seen; None if there was none.
-        self._grace_since: float | None = None
+        self._cleaning_since: float | None = None
         # Since when each frame is at an unsafe point, and how often `passing` was seen again.
         self._unsafe_since: dict[FrameType, float] = {}
         self.passing: tuple[FrameType, int, float] | None = None
@@ -375,7 +375,7 @@ class Deferral:
         """Notes that an interruption is about to be raised: what follows is the function's clean-up."""
         self.passing = None
         self._unsafe_since = {}
-        self._grace_since = time.monotonic()
+        self._cleaning_since = time.monotonic()
 
     def decide(self, frame: FrameType | None, handled: BaseException | None) -> RaiseDecision:
         """Decides whether an interruption is raised where the function is now.
@@ -387,21 +387,21 @@ class Deferral:
         found = obstacle(frame, _run.__code__)
         now = time.monotonic()
         self._unsafe_since = {each: self._unsafe_since.get(each, now) for each in found.frames}
-        in_grace = [each for each in found.frames if not self._has_waited(each)]
+        waited_for = [each for each in found.frames if not self._has_waited(each)]
         if not found.frames:
             self.passing = None
             raises = True
         else:
-            raises = not found.for_good and (self._is_stuck(frame) or not in_grace)
+            raises = not found.for_good and (self._is_stuck(frame) or not waited_for)
         if raises and (found.finalizer is not None or self._is_cleaning_up(handled)):
-            if self._grace_since is None:
-                self._grace_since = now
-            raises = now - self._grace_since >= self._grace
+            if self._cleaning_since is None:
+                self._cleaning_since = now
+            raises = now - self._cleaning_since >= self._timeout
         if found.finalizer is not None:
             return RaiseDecision(raises, found.finalizer.f_back)
         trace_from = _outside_generator(frame) if _is_in_context(handled, GeneratorExit) else None
-        if trace_from is None and in_grace and not raises:
-            trace_from = in_grace[-1]
+        if trace_from is None and waited_for and not raises:
+            trace_from = waited_for[-1]
         return RaiseDecision(raises, trace_from)
 
     def is_safe(self, frame: FrameType, handled: BaseException | None) -> bool:
@@ -412,13 +412,13 @@ class Deferral:
         return all(map(self._has_waited, found.frames)) and not self._is_cleaning_up(handled)
 
     def _has_waited(self, frame: FrameType) -> bool:
-        """Whether a frame has been unsafe for the grace time, and no longer holds an interruption up."""
+        """Whether a frame has been unsafe for `cleanup_timeout`, and no longer holds an interruption up."""
         since = self._unsafe_since.get(frame)
-        return since is not None and time.monotonic() - since >= self._grace
+        return since is not None and time.monotonic() - since >= self._timeout
 
     def _is_cleaning_up(self, handled: BaseException | None) -> bool:
         """Whether the thread handles an earlier interruption, or closes a generator."""
-        kinds = GeneratorExit if self._grace_since is None else (GeneratorExit, RankShouldRestart)
+        kinds = GeneratorExit if self._cleaning_since is None else (GeneratorExit, RankShouldRestart)
         return _is_in_context(handled, kinds)
 
     def _is_stuck(self, frame: FrameType | None) -> bool:

@@ -52,12 +52,12 @@ def quick_switches() -> Iterator[None]:
 
 @contextlib.contextmanager
 def installed(
-    resend_interval: float = interrupt.RESEND_INTERVAL, unwind_grace: float = Limits.cleanup_timeout
+    resend_interval: float = interrupt.RESEND_INTERVAL, cleanup_timeout: float = Limits.cleanup_timeout
 ) -> Iterator[Interrupter]:
     """An interrupter for the calling thread."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interrupt, "RESEND_INTERVAL", resend_interval)
-        with contextlib.closing(Interrupter(unwind_grace)) as interrupter:
+        with contextlib.closing(Interrupter(cleanup_timeout)) as interrupter:
             yield interrupter
 
 
@@ -586,7 +586,7 @@ def test_cleaning_up_after_it_is_not_interrupted() -> None:
             raise
         del held
 
-    with installed(unwind_grace=LIMIT) as interrupter:
+    with installed(cleanup_timeout=LIMIT) as interrupter:
         error = interrupted_inside(interrupter, fn)
     error.__traceback__ = None
     del error
@@ -609,7 +609,7 @@ def test_a_destructor_is_not_cut_short() -> None:
         loop()
 
     with (
-        installed(unwind_grace=LIMIT) as interrupter,
+        installed(cleanup_timeout=LIMIT) as interrupter,
         monitor(interrupter) as begin,
         pytest.raises(RankShouldRestart),
     ):
@@ -636,7 +636,7 @@ def test_the_report_of_an_ignored_exception_is_not_cut_short(monkeypatch: pytest
     monkeypatch.setattr(sys, "unraisablehook", report)
     with (
         interruptions_unreported(),
-        installed(unwind_grace=LIMIT) as interrupter,
+        installed(cleanup_timeout=LIMIT) as interrupter,
         monitor(interrupter) as begin,
         pytest.raises(RankShouldRestart),
     ):
@@ -651,7 +651,7 @@ def test_cleaning_up_for_ever_is_interrupted() -> None:
         finally:
             time.sleep(60)
 
-    with installed(unwind_grace=0.05) as interrupter:
+    with installed(cleanup_timeout=0.05) as interrupter:
         interrupted(interrupter, fn)
 
 
@@ -739,7 +739,7 @@ class Decides:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
-        self.deferral = interrupt.Deferral(unwind_grace=1.0)
+        self.deferral = interrupt.Deferral(cleanup_timeout=1.0)
 
     def after(self, seconds: float, frame: Any, handled: BaseException | None = None) -> Any:
         self.now += seconds
@@ -844,7 +844,7 @@ class Aliased(Slow):
 @pytest.mark.parametrize("leaving", [False, True])
 def test_entering_and_leaving_are_whole_whatever_they_call(leaving: bool) -> None:
     entered: list[Aliased] = []
-    with installed(resend_interval=10.0, unwind_grace=LIMIT) as interrupter:
+    with installed(resend_interval=10.0, cleanup_timeout=LIMIT) as interrupter:
 
         class Begins(Aliased):
             def acquire(self) -> None:
@@ -995,7 +995,7 @@ def test_an_unsafe_point_for_ever_is_left_after_a_grace_time() -> None:
         with Busy():
             pass
 
-    with installed(unwind_grace=0.05) as interrupter:
+    with installed(cleanup_timeout=0.05) as interrupter:
         interrupted(interrupter, fn)
 
 
@@ -1025,7 +1025,7 @@ def test_a_long_call_from_an_unsafe_point_does_not_lay_open_what_it_calls() -> N
         finally:
             ended.append("which had not begun")
 
-    with installed(unwind_grace=0.05) as interrupter:
+    with installed(cleanup_timeout=0.05) as interrupter:
         for _ in range(20):
             interrupted(interrupter, fn)
             interrupter.reset()
@@ -1046,7 +1046,7 @@ def test_torchs_call_into_python_is_never_left() -> None:
     """Not even after the grace time, and not though nothing moves; at once when it is over."""
     end = threading.Event()
     answers: list[bool] = []
-    with installed(resend_interval=0.001, unwind_grace=0.01) as interrupter:
+    with installed(resend_interval=0.001, cleanup_timeout=0.01) as interrupter:
 
         def __torch_dispatch__() -> None:
             begin()
@@ -1109,7 +1109,7 @@ def close_for_ever() -> None:
 @pytest.mark.parametrize("fn", [delete_for_ever, close_for_ever])
 def test_a_loop_over_busy_finalizers_is_left(swallowed: list[str], fn: Callable[[], None]) -> None:
     """Between two of them, so that nothing is swallowed."""
-    with installed(unwind_grace=LIMIT) as interrupter:
+    with installed(cleanup_timeout=LIMIT) as interrupter:
         for _ in range(10):
             interrupter.reset()
             interrupted(interrupter, fn)
@@ -1141,7 +1141,7 @@ def test_what_a_finalizer_swallows_is_raised_again_outside(
             send(thread, signum)
 
     monkeypatch.setattr(signal, "pthread_kill", only_the_first)
-    with installed(unwind_grace=0.1) as interrupter:
+    with installed(cleanup_timeout=0.1) as interrupter:
         interrupted(interrupter, fn)
     assert swallowed == ["RankShouldRestart"]
 
@@ -1518,7 +1518,7 @@ def in_thread(test: Callable[[Interrupter], None], resend_interval: float = 0.02
 
     def run() -> None:
         try:
-            with installed(resend_interval=resend_interval, unwind_grace=LIMIT) as interrupter:
+            with installed(resend_interval=resend_interval, cleanup_timeout=LIMIT) as interrupter:
                 assert interrupter.signum is None
                 test(interrupter)
         except BaseException as error:
