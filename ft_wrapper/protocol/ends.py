@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from ..exception import StoreError
 from . import keys, records
 from .operations import Append, Notify, Operations, SetIfAbsent, Step, append_counted, read, read_log
-from .records import DONE, FAULT, GAVE_UP, LEFT_BY, RETURNS, Fault, Member
+from .records import DONE, FAULT, LEFT_BY, RETURNS, STOPPED_WAITING, Fault, Member
 
 
 class Ends:
@@ -74,7 +74,7 @@ class Ends:
 
     def give_up(self, n: int, member: Member) -> None:
         """Logs that a member no longer waits for the iteration after n, so that no proposal includes it."""
-        self.store.execute([Append(keys.dead(n), f"{member} {GAVE_UP}")])
+        self.store.execute([Append(keys.dead(n), f"{member} {STOPPED_WAITING}")])
 
     def log_deaths(
         self, n: int, dead: Mapping[Member, Fault | None], *, ends: bool, returns: bool = False

@@ -17,7 +17,7 @@ from .entering import Entering
 from .global_iteration import GlobalIteration
 from .operations import Operations, append_counted, read, set_if_absent, write_text
 from .proposal import first_decision
-from .records import DONE, FAULT, GATHERED, GAVE_UP, Member, MemberRecord, View, record_of, to_number
+from .records import DONE, FAULT, GATHERED, STOPPED_WAITING, Member, MemberRecord, View, record_of, to_number
 from .silence import HeartbeatObserver
 from .waiting import FIRST_LOOK, LONGEST_LOOK, is_checker, looks, stagger
 
@@ -184,7 +184,7 @@ class Joining:
                 return view if member in view.members else None
         joins = self.iterations.joins_of(keys.BEFORE_FIRST)
         dead = self.ends.marked_deaths_of(keys.BEFORE_FIRST)
-        came = {joiner.slot for joiner in joins if GAVE_UP in dead.get(joiner, [GAVE_UP])}
+        came = {joiner.slot for joiner in joins if STOPPED_WAITING in dead.get(joiner, [STOPPED_WAITING])}
         # A member that gave up since others were missing is not missing itself. To a later joiner it is.
         missing = sorted(expected - came or expected - {joiner.slot for joiner in joins - dead.keys()})
         raise RestartTimeout(

@@ -22,7 +22,7 @@ DONE = "done"
 #: Marks a death for which a replacement was announced.
 RETURNS = "returns"
 #: Marks a member that stopped waiting for the job to form; its process may live.
-GAVE_UP = "gave_up"
+STOPPED_WAITING = "gave_up"
 #: Begins the mark of a death by an exception that `max_same_faults` counts.
 LEFT_BY = "left by "
 #: Marks a joiner that has waited ``join_window`` for others, where no member may be left.
@@ -469,13 +469,13 @@ def outcome_in(n: int, register: str | None) -> str | None:
 def deaths_in(n: int, log: Iterable[str]) -> dict[Member, set[str]]:
     """The dead of n by its log, each with its marks.
 
-    A mark is `RETURNS`, `GAVE_UP`, `LEFT_BY` with a signature, or empty.
+    A mark is `RETURNS`, `STOPPED_WAITING`, `LEFT_BY` with a signature, or empty.
     """
     key = keys.dead(n)
     deaths: dict[Member, set[str]] = {}
     for line in log:
         name, _, mark = line.partition(" ")
-        if mark not in ("", RETURNS, GAVE_UP) and not mark.startswith(LEFT_BY):
+        if mark not in ("", RETURNS, STOPPED_WAITING) and not mark.startswith(LEFT_BY):
             raise StoreError(f"store key {key!r} holds the entry {line!r}, which is no member's death")
         deaths.setdefault(Member.parse(name, key), set()).add(mark)
     return deaths

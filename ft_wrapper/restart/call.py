@@ -238,14 +238,14 @@ class Call(RestartedProcess):
         """The part that can be interrupted."""
         try:
             with forked.children_end():
-                return self._enter()
+                return self._initialize_and_run()
         except BaseException as error:
             failure = checkpoint_failure(error)
             if failure is not None:
                 raise RuntimeError(failure).with_traceback(error.__traceback__) from error
             raise
 
-    def _enter(self) -> Any:
+    def _initialize_and_run(self) -> Any:
         self.own.signals.release()
         self.own.signals.raise_kept()
         if self.settings.initialize is not None:

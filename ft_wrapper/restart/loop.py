@@ -149,7 +149,7 @@ class RestartLoop:
         """One iteration; None if it has ended by a fault."""
         member, waiting = self.member, self.process.waiting
         fault: str | None = None
-        if self.enter():
+        if self.assign_and_meet():
             self._runs = True
             result = self.process.call_function(self.state)
             with waiting:
@@ -173,7 +173,7 @@ class RestartLoop:
         self.process.all_arrived()
         return None
 
-    def enter(self) -> bool:
+    def assign_and_meet(self) -> bool:
         """Gets this rank's new rank; False if the iteration ended before all ranks had theirs."""
         member, decision, base = self.member, self.member.view.decision, self.base
         n = member.view.n

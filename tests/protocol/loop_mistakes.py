@@ -68,7 +68,7 @@ class AssignedOnce(MistakenSimulation):
 class ArrivesFirst(RestartLoop):
     def _iterate(self) -> FunctionResult | None:
         member = self.member
-        entered = self.enter()
+        entered = self.assign_and_meet()
         if entered:
             left = self.process.call_function(self.state)
             if left.error is not None:
@@ -96,7 +96,7 @@ class ArrivedFirst(MistakenSimulation):
 
 class CompletesAlone(RestartLoop):
     def _iterate(self) -> FunctionResult | None:
-        entered = self.enter()
+        entered = self.assign_and_meet()
         assert entered
         left = self.process.call_function(self.state)
         if left.error is None and left.has_returned and self.state.mode == Mode.ACTIVE:
