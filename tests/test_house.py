@@ -52,7 +52,7 @@ LINES = {
     "top": Budget(990, 1368, CORE),
     "cli": Budget(700, 820, SHELL),
     "restart": Budget(1200, 1528, CORE),
-    "rank_assignment": Budget(500, 504, CORE),
+    "rank_assignment": Budget(500),
     "protocol": Budget(2170, 2273, CORE),
     "store": Budget(1670, 1894, CORE),
     "monitor": Budget(2210, 2457, CORE),

@@ -286,15 +286,10 @@ class Tree(RankAssignment):
     ) -> None:
         example = "layers=[Layer(max_ranks=8, flag=LayerFlag.RESERVE)]"
         if isinstance(layers, Layer) or not isinstance(layers, Sequence):
-            raise TypeError(
-                f"layers={layers!r} must be a list of Layer, not {type(layers).__name__}; pass {example}"
-            )
+            raise TypeError(f"layers={layers!r} must be a list of Layer; pass {example}")
         for position, layer in enumerate(layers):
             if not isinstance(layer, Layer):
-                raise TypeError(
-                    f"layers[{position}]={layer!r} must be a Layer, not {type(layer).__name__}; "
-                    f"pass {example}"
-                )
+                raise TypeError(f"layers[{position}]={layer!r} must be a Layer; pass {example}")
         if not layers:
             raise ValueError(f"layers={layers!r} must not be empty; pass {example}")
         if world_size_filter is not None:
