@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -136,6 +137,7 @@ def counts(rank: Rank, use_global_iteration: bool) -> Any:
         if first:
             entered.append(seen[-1])
         if seen[-1] - entered[-1] < faults:
+            call_wrapper.store.barrier([int(os.environ["RANK"])], "both are in", 2, timedelta(minutes=1))
             if os.environ["RANK"] == "1":
                 raise ValueError
             rank.hang()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -401,6 +402,7 @@ def plain_functions(rank: Rank) -> Any:
     @Wrapper(**SETTINGS, **plug_ins, rank_assignment=Compose(ActivateAllRanks(), assign))
     def train(call_wrapper: CallWrapper) -> int:
         if call_wrapper.iteration == 0:
+            call_wrapper.store.barrier([int(os.environ["RANK"])], "both are in", 2, timedelta(minutes=1))
             raise ValueError
         return call_wrapper.iteration
 
