@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from support.warm_ftrun import start_python
 
-from ft_wrapper.store.etcd_messages import Span
+from ft_wrapper.store.etcd_messages import Range
 from ft_wrapper.testing import EtcdServer
 
 ROOT = Path(__file__).parent.parent.parent
@@ -161,7 +161,7 @@ def test_the_same_on_etcd(
     assert [agent.returncode for agent in agents] == [0, 0], "\n".join(said)
     assert sorted(record["name"] for record in records(tmp_path)) == ["0of2", "0of2", "1of2", "1of2"]
     with contextlib.closing(etcd.get_client()) as client:
-        assert client.read(Span.prefix(b"ft_wrapper/job/")) == ()
+        assert client.read(Range.prefix(b"ft_wrapper/job/")) == ()
 
 
 @pytest.mark.nightly("late nodes join in tests/agent/test_nodes.py always")

@@ -16,7 +16,7 @@ from rank_harness import Job, Template, running
 
 from ft_wrapper.store.address import EtcdAddress
 from ft_wrapper.store.etcd_client import EtcdClient
-from ft_wrapper.store.etcd_messages import Span
+from ft_wrapper.store.etcd_messages import Range
 from ft_wrapper.store.plan import connect_etcd
 from ft_wrapper.testing import EtcdServer
 
@@ -72,4 +72,4 @@ def job_on(request: pytest.FixtureRequest, template: Template, folder: Path) -> 
 
 
 def _keys(client: EtcdClient, prefix: str) -> list[bytes]:
-    return [kv.key for kv in client.read(Span.prefix(f"{prefix}/".encode()))]
+    return [kv.key for kv in client.read(Range.prefix(f"{prefix}/".encode()))]
