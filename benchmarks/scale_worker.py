@@ -191,8 +191,7 @@ def computed_once(slots: frozenset[int]) -> Iterator[None]:
     def read_roster(text: str, key: str) -> Roster:
         return Roster.of(roster_from_json(text, key))
 
-    for module in (records, joining):  # the one that has it, and the one that has imported it by name
-        replaced.append((module, "roster_from_json", once(read_roster, lambda text, key: text)))
+    replaced.append((records, "roster_from_json", once(read_roster, lambda text, key: text)))
     decide = joining.first_decision
     replaced.append((joining, "first_decision", once(decide, lambda members, limits: id(members))))
     replaced.append((neighbours.NeighbourWatch, "_starts", _starts))

@@ -25,5 +25,5 @@ def test_only_the_first_512_ranks_say_where_they_stood(
     monkeypatch.setattr(call.dataclasses, "replace", lambda fault, position: fault)
     this.state.rank = rank
     this._current.hang = Hang("in all_reduce", CollectivePosition(), "a.py:5", since=0.0, is_cause=True)
-    Call._tell(this)
+    Call._publish(this)
     assert ends.log_fault.called is tells
