@@ -227,7 +227,7 @@ class Simulation:
             self.invariants.nobody_tells()
         elif host:
             self.scheduler.crash(process.monitor.heart)
-        elif not reported:
+        elif not (reported or facts.doomed):  # a monitor reports once
             self.report(process, Interruption.TERMINATED)
         self._replace(process)
         self._respawn(process)
