@@ -95,7 +95,7 @@ def replace_broken_streams() -> None:
         if events and events[0][1] & (select.POLLERR | select.POLLHUP):
             with open(os.devnull, "wb") as null:
                 os.dup2(null.fileno(), fd, inheritable=True)
-            log.warning("nobody reads %s of process %d (EPIPE): its output is lost", name, os.getpid())
+            log.warning("%s of process %d has no reader (EPIPE): its output is lost", name, os.getpid())
 
 
 def raise_file_limit() -> None:

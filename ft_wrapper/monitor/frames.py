@@ -151,7 +151,7 @@ class StackDump:
         self._memory = memory
         self._signum = free_signal()
         self._read, self._write = os.pipe()
-        os.set_blocking(self._write, False)  # nobody reads the pipe that a forked child inherits
+        os.set_blocking(self._write, False)  # in a forked child the pipe has no reader
         faulthandler.register(self._signum, file=self._write, all_threads=False, chain=False)
         memory.dump_fd = self._read
         memory.dump_signal = self._signum  # last: the monitor asks once it is set

@@ -86,7 +86,7 @@ class HeartBeat:
             StoreError: the store cannot be used.
         """
         last, self._last = self._last, None
-        # After a pause or an outage the others may have gone on without these ranks.
+        # After a pause or an outage, the job may have left these ranks behind.
         looks_at_all = not self._takes_turns or (
             last is not None and self._agreement.store.now() - last > self._late
         )

@@ -110,8 +110,7 @@ class MonitorLine:
     def await_answer(self) -> None:
         """Waits for a monitor that has not watched this rank for too long.
 
-        Meanwhile nobody watches the rank, and no heartbeat is sent for it. If it went on, each next iteration
-        would evict it again.
+        Without heartbeats from the monitor, each new iteration would evict this rank again.
 
         Raises:
             InternalError: the monitor did not answer in time, or has ended; this rank has to leave.
@@ -153,7 +152,7 @@ class MonitorLine:
         self.kill()
 
     def detach(self) -> None:
-        """Leaves the monitor running: this rank fails, but the others need the store that it hosts."""
+        """Leaves a failed rank's monitor running, because it hosts the others' store."""
         self._say_bye()
         self._hang_up()
 
