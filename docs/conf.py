@@ -1,11 +1,10 @@
 """How Sphinx builds the documentation: `make docs`."""
 
-import pathlib
-import sys
+from typing import Any
+
+from pygments.lexers.special import TextLexer
 
 import ft_wrapper
-
-sys.path.insert(0, str(pathlib.Path(__file__).parent))  # for the figures
 
 project = "ft_wrapper"
 author = "the ft_wrapper authors"
@@ -17,8 +16,6 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
-    "sequence",
-    "drawing",
 ]
 exclude_patterns = ["_build", "mistakes.md"]  # the latter is a part of agreement.md
 
@@ -38,3 +35,8 @@ autodoc_default_options = {"members": True, "show-inheritance": True}
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 python_use_unqualified_type_names = True
+
+
+def setup(app: Any) -> None:
+    """Shows Mermaid fences as text: GitHub draws them, and the built pages load no script to do so."""
+    app.add_lexer("mermaid", TextLexer)

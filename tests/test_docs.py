@@ -21,7 +21,6 @@ import subprocess
 import sys
 import threading
 import urllib.request
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -37,7 +36,6 @@ DOCS = Path(__file__).parent.parent / "docs"
 PREFIX = f"ft_wrapper/{keys.THIS_VERSION}/"
 LOOKUPS = ("_key", "_of_iteration", "iteration_of", "member_of", "call_of", "shared_heart", "is_shared_heart")
 REFRESH = "run python docs/options.py"
-NO_KEYS = {"fault", "done", "heartbeat_timeout"}
 
 
 def kinds() -> set[str]:
@@ -49,17 +47,6 @@ def kinds() -> set[str]:
     return {re.split(r"/\d", name.removeprefix(PREFIX).removeprefix("ft_wrapper/"))[0] for name in names}
 
 
-def diagrams(monkeypatch: pytest.MonkeyPatch) -> tuple[object, dict[str, object]]:
-    """The module that draws, and the diagrams."""
-    monkeypatch.syspath_prepend(str(DOCS))
-    for name in ("sequence", "sequences"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    import sequence
-    import sequences
-
-    return sequence, sequences.SEQUENCES
-
-
 def test_page_explains_every_kind_of_key() -> None:
     page = (DOCS / "agreement.md").read_text()
     cells = " ".join(line.split("|")[1] for line in page.splitlines() if line.startswith("| `"))
@@ -67,23 +54,11 @@ def test_page_explains_every_kind_of_key() -> None:
     assert {kind.split("/")[0] for kind in kinds()} <= explained
 
 
-def test_diagrams_name_keys_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, sequences = diagrams(monkeypatch)
-    named = set()
-    for drawn in sequences.values():
-        for row in drawn.rows:
-            named |= set(re.findall(r"`([a-z_][^`]*)`", row.text))
-    named -= NO_KEYS
-    assert len(named) > 15
-    assert {re.split(r"/[\d…]", name)[0] for name in named} - {"x", "w"} <= kinds()
-
-
-def test_page_shows_every_diagram(monkeypatch: pytest.MonkeyPatch) -> None:
-    sequence, sequences = diagrams(monkeypatch)
-    page = (DOCS / "agreement.md").read_text()
-    assert set(re.findall(r"```\{sequence\} (\S+)", page)) == set(sequences)
-    for drawn in sequences.values():
-        assert ElementTree.fromstring(sequence.draw(drawn)).tag.endswith("svg")
+def test_diagrams_name_keys_that_exist() -> None:
+    diagrams = re.findall(r"^```mermaid\n(.*?)^```$", (DOCS / "agreement.md").read_text(), re.M | re.S)
+    named = set(re.findall(r"\b([a-z_]+(?:/[a-z_]+)*)/\d", "\n".join(diagrams)))
+    assert len(named) > 10
+    assert named <= kinds()
 
 
 # Messages, timeouts, figures, the README's diff ------------------------------------------------------------
@@ -128,19 +103,6 @@ def is_there(name: str) -> bool:
     *path, member = name.split(".")
     source = DOCS.parent.joinpath(*path).with_suffix(".py").read_text()
     return re.search(rf"^(class|def) {member}\b", source, re.MULTILINE) is not None
-
-
-def test_pages_show_every_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(DOCS))
-    monkeypatch.delitem(sys.modules, "drawing", raising=False)
-    import drawing
-
-    shown = {
-        name for page in DOCS.glob("*.md") for name in re.findall(r"```\{drawing\} (\S+)", page.read_text())
-    }
-    assert shown == set(drawing.DRAWINGS)
-    for drawn in drawing.DRAWINGS.values():
-        assert ElementTree.fromstring(drawing.draw(drawn)).tag.endswith("svg")
 
 
 def test_readme_shows_the_difference_between_the_two_scripts() -> None:
