@@ -1,6 +1,6 @@
 """Keeps distributed PyTorch training going through faults, inside the processes that survive them."""
 
-__version__ = "0.1.0"
+__version__ = "0.3.0"
 
 from . import abort as abort
 from . import attribution as attribution
