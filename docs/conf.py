@@ -17,7 +17,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
 ]
-exclude_patterns = ["_build", "mistakes.md"]  # the latter is a part of agreement.md
+exclude_patterns = ["_build"]
 
 html_theme = "furo"
 html_static_path = ["_static"]

@@ -1,4 +1,4 @@
-"""Every mistake of docs/mistakes.md, put back into the real code: what the explorer must find."""
+"""Every mistake of mistakes.md, put back into the real code: what the explorer must find."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class MistakenSimulation(SearchedSimulation):  # the shortest schedules are foun
 
 @dataclasses.dataclass(frozen=True)
 class Mistake:
-    """One row of docs/mistakes.md.
+    """One row of mistakes.md.
 
     Args:
         row: the mistake, for the table.

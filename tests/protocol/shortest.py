@@ -1,4 +1,4 @@
-"""The shortest failing schedule of each mistake: kept in ``shortest.json``, shown in ``docs/mistakes.md``.
+"""The shortest failing schedule of each mistake: kept in ``shortest.json``, shown in ``mistakes.md``.
 
 ``python tests/protocol/shortest.py`` looks for those that fail no more, and writes both files;
 ``--anew`` looks for all. That takes a minute or two.
@@ -27,7 +27,7 @@ from tests.explorer.failure import Failure, Switch, SwitchPolicy, attempt
 from tests.explorer.scenario import Disturbance, Scenario
 
 DATA = Path(__file__).with_name("shortest.json")
-PAGE = Path(__file__).parents[2] / "docs" / "mistakes.md"
+PAGE = Path(__file__).with_name("mistakes.md")
 AGAIN = "look for it again: python tests/protocol/shortest.py"
 
 STARTS = 3
