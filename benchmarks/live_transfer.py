@@ -3,7 +3,7 @@
     python benchmarks/live_transfer.py                       # 10 MB, 128 MB and 1 GB: some minutes
     python benchmarks/live_transfer.py --sizes 128 --runs 5
 
-`ft_wrapper.live.transfer.move` with one holder and with two, each a process of its own, and a bare socket:
+`ft_wrapper.live.wire.move` with one holder and with two, each a process of its own, and a bare socket:
 ``sendall`` and ``recv_into`` of pieces of 1 MB between two processes. They take turns in the same run, on
 loopback. All have the same tensors to send, weights of 4 MB with biases of 4 kB, and receive into memory
 that they allocate first, as a rank does that holds nothing. A move's time is all of it: taking the state
@@ -25,8 +25,8 @@ import torch
 from figures import median, table
 
 from ft_wrapper.live.plan import Route
-from ft_wrapper.live.transfer import move
 from ft_wrapper.live.tree import PIECE, flatten, pieces, unflatten
+from ft_wrapper.live.wire import move
 
 HOST = "127.0.0.1"
 LIMIT = 120.0  # seconds for one transfer

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _broadcast_coalesced
 
-from .form import Objects, Tensors, attributes_of, buffers_of, parts, put_attributes, put_buffers
-from .gathering import Sign, unsigned, verified
+from .state import Objects, Tensors, attributes_of, buffers_of, parts, put_attributes, put_buffers
 from .tree import flatten, from_bytes, is_dense, is_plain, to_bytes, unflatten
+from .wire import Sign, unsigned, verified
 
 _BUCKET = 1 << 20  # bytes in one broadcast
 _COUNTER = "num_batches_tracked"

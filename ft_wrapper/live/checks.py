@@ -12,8 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..exception import JobAbort
-from .form import Form, Objects, optimizers
 from .plan import Route
+from .state import Form, Objects, optimizers
 from .tree import named
 
 Outline = tuple[tuple[str, str], ...]

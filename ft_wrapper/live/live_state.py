@@ -21,9 +21,9 @@ from ..wrapper import CallWrapper
 from . import checks
 from .commit import Course
 from .data import endless, seed_host
-from .form import Form, Objects, has_gradient, optimizers
 from .performer import TorchKept, TorchPerformer, Users, default_update
 from .plan import Plan, Rung
+from .state import Form, Objects, Sharded, has_gradient, optimizers
 
 log = logging.getLogger(__name__)
 
@@ -298,8 +298,6 @@ def _check_group(call_wrapper: CallWrapper) -> None:
 def _form(build: Callable[[], Objects], mesh: Any) -> Form:
     if mesh is None:
         return Form(build)
-    from .sharded import Sharded  # imports DTensor, which takes its time
-
     return Sharded(build, mesh)
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import inspect
 import logging
 import os
 from collections.abc import Callable, Collection, Hashable, Sequence
@@ -10,6 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..exception import JobAbort
 from ..protocol import keys
@@ -17,16 +20,13 @@ from ..protocol.operations import CompareAndSet, SetIfAbsent, read
 from ..restart.call import Call
 from ..store.address import own_address
 from . import checks
-from .ballot import Ballot
-from .buddies import Buddies, Copies, own_node, pack
 from .buffers import Buffers
 from .commit import Kept, Performer
-from .data_parallel import DataParallel
-from .form import Form, Objects, has_gradient, optimizers, parts
-from .gathering import Gather, unsigned
+from .copies import Buddies, Copies, own_node, pack
 from .plan import Copy, Holding, Plan, Register, Route, Rung, holding_of
-from .transfer import move
+from .state import Form, Objects, has_gradient, optimizers, parts
 from .tree import Flat, checksum, named
+from .wire import Ballot, Gather, move, unsigned
 
 log = logging.getLogger(__name__)
 
@@ -358,3 +358,49 @@ def _host_group() -> Any:
     config = dist.get_backend_config()
     on_host = dict(part.split(":") for part in config.split(",")).get("cpu") if ":" in config else config
     return dist.group.WORLD if on_host in ("gloo", "mpi") else dist.new_group(backend="gloo")
+
+
+# DistributedDataParallel ------------------------------------------------------------------------------------
+
+_HAS_INIT_SYNC = "init_sync" in inspect.signature(DistributedDataParallel).parameters  # not torch 2.6
+_DEFAULTS = {"init_sync": False} if _HAS_INIT_SYNC else {}
+
+
+class DataParallel:
+    """The DDP objects of a process, by the names of their modules, over the iterations of a call."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[DistributedDataParallel, dict[str, Any]]] = {}
+
+    def over(
+        self, name: str, module: nn.Module, options: dict[str, Any], group: Any
+    ) -> DistributedDataParallel:
+        """Takes up the one that was made in an earlier iteration, or makes one.
+
+        One that lays out its buckets again after the first backward pass cannot stay: a rank that is new
+        would have its gradients in others.
+
+        Args:
+            name: of the module.
+            module: that of this iteration.
+            options: for ``DistributedDataParallel``.
+            group: the default process group, if it has stayed; else None.
+        """
+        ddp, its_options = self._kept.pop(name, (None, None))
+        if group is None or ddp is None or ddp.module is not module or its_options != options:
+            del ddp  # with its hooks, before another one gets its own
+            ddp = DistributedDataParallel(module, **{**_DEFAULTS, **options})
+        else:
+            _reset(ddp, group)
+        has_fixed_buckets = options.get("find_unused_parameters") and not options.get("static_graph")
+        if group is not None and has_fixed_buckets and "process_group" not in options:
+            self._kept[name] = ddp, options
+        return ddp
+
+
+def _reset(ddp: Any, group: Any) -> None:
+    """Forgets the step that a fault has ended half-way."""
+    ddp._update_process_group(group)  # resets the reducer, too
+    ddp.training = ddp.module.training
+    ddp.require_backward_grad_sync = True  # it may have been in no_sync()
+    ddp.require_forward_param_sync = True

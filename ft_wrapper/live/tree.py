@@ -1,4 +1,4 @@
-"""A state as a skeleton and a list of tensors, and the tensors as bytes in pieces, with a checksum."""
+"""A state as a skeleton with a list of tensors, and as bytes in pieces with a checksum."""
 
 import ctypes
 import dataclasses
@@ -7,12 +7,11 @@ import io
 import itertools
 import pickle
 import sys
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-
-from .pickles import Unpickler, admit, loads
 
 PIECE = 1 << 20
 """Bytes that are sent, received and summed up at once: a tensor's alone, or those of small ones together."""
@@ -277,3 +276,69 @@ def spread(piece: memoryview | bytes | bytearray, views: Iterable[memoryview]) -
     for view in views:
         view[:] = memoryview(piece)[at : at + len(view)]
         at += len(view)
+
+
+# Names that a pickle may have -------------------------------------------------------------------------------
+#
+# A name stands for a class or a function, which a pickle may call with whatever it likes. Nothing is imported
+# or called but what is on this list: containers, torch's and numpy's values, what the user has passed to
+# ``torch.serialization.add_safe_globals``, and the classes in the states of this process itself: so a user's
+# class needs no word.
+
+_PLAIN = """
+builtins bool bytearray bytes complex dict float frozenset int list range set slice str tuple
+collections Counter OrderedDict defaultdict deque
+numpy dtype ndarray _core.multiarray._reconstruct _core.multiarray.scalar _core.numeric._frombuffer
+torch Size device
+torch.distributed.tensor.placement_types Partial Replicate Shard _StridedShard
+"""
+_names = {f"{line.split()[0]}.{name}" for line in _PLAIN.strip().splitlines() for name in line.split()[1:]}
+_names |= {f"torch.{name}" for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+
+
+def admit(value: object) -> None:
+    """Puts a class or a function that is in a state of this process on the list.
+
+    Not the functions of the standard library, nor what calls and looks up: by ``getattr`` a pickle would
+    reach everything.
+
+    Raises:
+        TypeError: it cannot be on the list.
+    """
+    if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
+        top = str(value.__module__).partition(".")[0]
+        is_class = isinstance(value, type) and top not in ("builtins", "operator")
+        if is_class or top not in sys.stdlib_module_names:
+            _names.add(_name_of(value))
+        _check(_name_of(value))
+
+
+def _name_of(value: Any) -> str:
+    return value[1] if isinstance(value, tuple) else f"{value.__module__}.{value.__qualname__}"
+
+
+def _check(name: str) -> None:
+    name = name.replace("numpy.core.", "numpy._core.")  # numpy 1
+    if name not in _names and name not in map(_name_of, torch.serialization.get_safe_globals()):
+        raise TypeError(
+            f"the state is pickled with {name}, which a rank does not load from others; if it may, call "
+            f"torch.serialization.add_safe_globals([{name}]) on all ranks, before LiveState"
+        )
+
+
+class Unpickler(pickle.Unpickler):
+    """Reads a pickle that came from another rank.
+
+    Raises:
+        TypeError: it has a name that is not on the list.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        """See `pickle.Unpickler`."""
+        _check(f"{module}.{name}")
+        return super().find_class(module, name)
+
+
+def loads(pickled: bytes) -> Any:
+    """Reads a pickle that came from another rank, as `Unpickler`."""
+    return Unpickler(io.BytesIO(pickled)).load()

@@ -12,7 +12,7 @@ from gpu_training_rank import STEPS, batch, build, digest
 from torch.nn.parallel import DistributedDataParallel
 
 from ft_wrapper import CallWrapper, LiveState, Wrapper
-from ft_wrapper.live.ballot import Ballot, Values
+from ft_wrapper.live.wire import Ballot, Values
 
 pytestmark = needs_gpu
 BEFORE, IN_VOTE = 3, 6

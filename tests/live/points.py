@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ft_wrapper import events
-from ft_wrapper.live import ballot, live_state, performer, transfer
+from ft_wrapper.live import live_state, performer, wire
 from ft_wrapper.live.commit import Course
 from ft_wrapper.live.plan import Holding, Plan, Register, Rung, make_plan
 from ft_wrapper.testing.inject_fault import Fault, inject_fault
@@ -156,10 +156,10 @@ class Points:
 current = Points([], Path())
 """Of the iteration that is on."""
 
-_hear = ballot.Ballot._hear
+_hear = wire.Ballot._hear
 
 
-def _hear_half_way(self: ballot.Ballot, since: int, size: int) -> bytes:
+def _hear_half_way(self: wire.Ballot, since: int, size: int) -> bytes:
     """Stops in the middle of a vote, or of rank 0's broadcast before it."""
     current.check("in seal" if current.recovering else "in vote")
     return _hear(self, since, size)
@@ -259,7 +259,7 @@ class TwoGroups(torch.optim.AdamW):
 
 def install() -> None:
     """Puts the points into this process."""
-    ballot.Ballot._hear = _hear_half_way  # type: ignore[method-assign]
-    performer.move = functools.partial(transfer.move, at=lambda point: current.check(point))  # type: ignore[attr-defined]
+    wire.Ballot._hear = _hear_half_way  # type: ignore[method-assign]
+    performer.move = functools.partial(wire.move, at=lambda point: current.check(point))  # type: ignore[attr-defined]
     live_state.TorchPerformer = Probed  # type: ignore[misc]
     live_state.Course = ProbedCourse  # type: ignore[misc]

@@ -10,8 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from ft_wrapper.live import ballot
-from ft_wrapper.live.ballot import Ballot
+from ft_wrapper.live import wire
+from ft_wrapper.live.wire import Ballot
 
 HOST = "127.0.0.1"
 
@@ -33,7 +33,7 @@ def opened(
         yield ballots, threads
 
 
-def vote(threads: ThreadPoolExecutor, one: Ballot, *values: int) -> Future[ballot.Values]:
+def vote(threads: ThreadPoolExecutor, one: Ballot, *values: int) -> Future[wire.Values]:
     return threads.submit(one.vote, (values[0], values[1], values[2]))
 
 

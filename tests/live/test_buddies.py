@@ -9,12 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from ft_wrapper.live import buddies
-from ft_wrapper.live.buddies import Buddies, Copies, pack
-from ft_wrapper.live.gathering import Sign
+from ft_wrapper.live.copies import Buddies, Copies, pack
 from ft_wrapper.live.plan import Copy
-from ft_wrapper.live.transfer import Stream, carry
 from ft_wrapper.live.tree import flatten
+from ft_wrapper.live.wire import Sign, Stream, carry
 from ft_wrapper.protocol.seal import Seal
 
 LARGE = 64 << 20  # bytes: more than the sockets take, which may be 36 MB
@@ -71,7 +69,7 @@ def signs(secret: bytes) -> Sign:
 
 def test_a_copy_that_is_not_signed_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[bytes] = []
-    monkeypatch.setattr(buddies, "empty_like", read.append)
+    monkeypatch.setattr("ft_wrapper.live.copies.empty_like", read.append)
     with opened(2, 1, [signs(b"the job's"), signs(b"another")]) as (ranks, copies):
         for rank, one in enumerate(ranks):
             send(one, rank, 2)
@@ -111,7 +109,7 @@ def test_an_abort_ends_what_sends_to_a_rank_that_does_not_read() -> None:
 def test_the_end_does_not_wait_for_a_rank_that_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(2, 1) as (ranks, _):
         send(ranks[0], 0, 2)  # and the other one does not
-        monkeypatch.setattr(buddies, "_JOIN_PATIENCE", 0.1)
+        monkeypatch.setattr("ft_wrapper.live.copies._JOIN_PATIENCE", 0.1)
         ranks[0].end()
         monkeypatch.undo()
         ranks[0]._thread.join(60)

@@ -14,9 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ft_wrapper.live import gathering
-from ft_wrapper.live.gathering import Gather, Sign, unsigned, verified
+from ft_wrapper.live import wire
 from ft_wrapper.live.plan import Copy, Held, Holding, holding_of
+from ft_wrapper.live.wire import Gather, Sign, unsigned, verified
 from ft_wrapper.protocol.seal import Seal
 
 LIMIT = 30.0
@@ -83,7 +83,7 @@ class Group:
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Group]]:
     def made(size: int) -> Group:
         group = Group(size)
-        monkeypatch.setattr(gathering, "dist", group)
+        monkeypatch.setattr(wire, "dist", group)
         return group
 
     return made  # type: ignore[return-value]
@@ -102,7 +102,7 @@ def test_all_ranks_get_what_each_says(data: st.DataObject, sign: Sign) -> None:
     size = data.draw(st.integers(1, 4))
     said = [data.draw(st.lists(words, min_size=2, max_size=2)) for _ in range(size)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gathering, "dist", group := Group(size))
+        patch.setattr(wire, "dist", group := Group(size))
         assert group.run(said, sign) == [[list(one) for one in zip(*said, strict=True)]] * size
 
 
@@ -126,7 +126,7 @@ def test_who_changes_a_bit_is_noticed_by_all(data: st.DataObject) -> None:
         return texts
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gathering, "dist", group := Group(size))
+        patch.setattr(wire, "dist", group := Group(size))
         group.change = change
         for error in group.run(said, signs()):
             assert isinstance(error, RuntimeError), error

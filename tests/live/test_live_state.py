@@ -21,8 +21,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ft_wrapper import CallWrapper, LiveState, Wrapper, events
-from ft_wrapper.live.gathering import Gather
 from ft_wrapper.live.performer import TorchPerformer
+from ft_wrapper.live.wire import Gather
 from ft_wrapper.protocol import keys
 from ft_wrapper.store.secret import use
 
@@ -676,8 +676,8 @@ def test_a_recovery_that_fails_by_itself_is_tried_twice_and_then_goes_down_the_l
 
 def has_buddies(rank: Rank, faults: dict[str, str], fails: int = -1) -> Any:
     """All ranks hold a shard of their own: none has a replica. The copies of a step do not arrive, once."""
-    from ft_wrapper.live import buddies, live_state
-    from ft_wrapper.live.form import Form
+    from ft_wrapper.live import copies, live_state
+    from ft_wrapper.live.state import Form
 
     class Alone(Form):
         def __init__(self, build: Callable[[], Objects]) -> None:
@@ -685,16 +685,16 @@ def has_buddies(rank: Rank, faults: dict[str, str], fails: int = -1) -> Any:
             self.shard = f"shard {dist.get_rank()}"
 
     live_state._form = lambda build, mesh: Alone(build)  # type: ignore[assignment]
-    exchange = buddies.Buddies._exchange
+    exchange = copies.Buddies._exchange
 
-    def exchanges(self: buddies.Buddies, packed: buddies.Packed, *pair: Any) -> buddies.Packed:
+    def exchanges(self: copies.Buddies, packed: copies.Packed, *pair: Any) -> copies.Packed:
         nonlocal fails
         if packed.copy.step == fails and rank.slot < 3:  # not on the spare that steps in
             fails = -1
             raise ConnectionError("cut short")
         return exchange(self, packed, *pair)
 
-    buddies.Buddies._exchange = exchanges  # type: ignore[method-assign]
+    copies.Buddies._exchange = exchanges  # type: ignore[method-assign]
 
     @Wrapper(**SETTINGS, active_world_size=3)
     def train(call_wrapper: CallWrapper) -> list[Any]:
@@ -743,13 +743,13 @@ def test_copies_that_did_not_arrive_are_sent_again_after_the_restart(job: Job) -
 
 def sends_slowly(rank: Rank) -> Any:
     """A copy begins its way when the next step is committed. Returns what was stored at each vote."""
-    from ft_wrapper.live import buddies, live_state
+    from ft_wrapper.live import copies, live_state
 
     stored: list[list[int]] = []
     commits = threading.Semaphore(0)
-    exchange = buddies.Buddies._exchange
+    exchange = copies.Buddies._exchange
 
-    def late(self: buddies.Buddies, *arguments: Any) -> Any:
+    def late(self: copies.Buddies, *arguments: Any) -> Any:
         assert commits.acquire(timeout=60)
         return exchange(self, *arguments)
 
@@ -764,7 +764,7 @@ def sends_slowly(rank: Rank) -> Any:
                 stored.append([step, self._buddies.stored])
             super().vote(step)
 
-    buddies.Buddies._exchange = late  # type: ignore[method-assign]
+    copies.Buddies._exchange = late  # type: ignore[method-assign]
     live_state.TorchPerformer = Notes  # type: ignore[misc]
 
     @Wrapper(**SETTINGS)

@@ -24,7 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from ft_wrapper.live import pickles
+from ft_wrapper.live import tree
 from ft_wrapper.live.tree import Flat, empty_like, flatten, from_bytes, to_bytes, unflatten
 
 REFUSED = "which a rank does not load from others; if it may, call torch.serialization.add_safe_globals"
@@ -33,10 +33,10 @@ REFUSED = "which a rank does not load from others; if it may, call torch.seriali
 @pytest.fixture(autouse=True)
 def names_stay() -> Iterator[None]:
     """What one test has in its states is not known in the next one."""
-    before = {*pickles._names}
+    before = {*tree._names}
     yield
-    pickles._names.clear()
-    pickles._names.update(before)
+    tree._names.clear()
+    tree._names.update(before)
 
 
 def text(word: str) -> bytes:
@@ -121,7 +121,7 @@ def in_a_state(pickled: bytes) -> list[Callable[[], object]]:
     skeleton = pickle.dumps(([], pickled))
     whole = len(skeleton).to_bytes(8) + skeleton
     return [
-        lambda: pickles.loads(pickled),
+        lambda: tree.loads(pickled),
         lambda: empty_like(pickled),
         lambda: unflatten(Flat(skeleton, [])),
         lambda: unflatten(from_bytes(whole)),
@@ -154,18 +154,18 @@ FOUND = sorted(
 @given(st.sampled_from(FOUND) | st.tuples(st.text(min_size=1, max_size=9), st.text(max_size=9)))
 def test_of_the_standard_library_only_containers_are_loaded(place: tuple[str, str]) -> None:
     module, name = place
-    if f"{module}.{name}" in pickles._names:
+    if f"{module}.{name}" in tree._names:
         assert isinstance(getattr(sys.modules[module], name), type)
         assert module in ("builtins", "collections")
     else:
         with pytest.raises(TypeError, match=REFUSED):
-            pickles.Unpickler(io.BytesIO()).find_class(module, name)
+            tree.Unpickler(io.BytesIO()).find_class(module, name)
 
 
 def test_nothing_is_imported_for_a_name() -> None:
     assert "antigravity" not in sys.modules
     with pytest.raises(TypeError, match=REFUSED):
-        pickles.loads(by_line("antigravity", "geohash") + b".")
+        tree.loads(by_line("antigravity", "geohash") + b".")
     assert "antigravity" not in sys.modules
 
 
@@ -174,7 +174,7 @@ def test_what_a_state_has_is_no_way_to_more() -> None:
     flatten({"extra": Own(1)})
     for name in ("Own.__init__", "Own.__init__.__globals__", "Own.__subclasshook__", "sys", "torch.load"):
         with pytest.raises(TypeError, match=REFUSED):
-            pickles.loads(b"\x80\x04" + by_stack(__name__, name) + b".")
+            tree.loads(b"\x80\x04" + by_stack(__name__, name) + b".")
 
 
 # ---- what states are made of
@@ -276,7 +276,7 @@ def same(one: Any, other: Any) -> bool:
 @pytest.mark.parametrize("value", WITHOUT_A_WORD, ids=lambda value: type(value).__name__)
 @pytest.mark.parametrize("protocol", [4, 5])
 def test_plain_values_need_no_word(value: Any, protocol: int) -> None:
-    assert same(pickles.loads(pickle.dumps(value, protocol)), value)
+    assert same(tree.loads(pickle.dumps(value, protocol)), value)
 
 
 @pytest.mark.parametrize("value", OF_THIS_PROCESS, ids=lambda value: type(value).__name__)

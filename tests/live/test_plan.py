@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ft_wrapper.live.buddies import offsets
+from ft_wrapper.live.copies import offsets
 from ft_wrapper.live.plan import (
     Copy,
     Held,

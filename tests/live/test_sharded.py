@@ -106,7 +106,7 @@ class Iteration:
     def __init__(self, folder: Path, scenario: Scenario, number: int, rank: int) -> None:
         from torch.distributed.device_mesh import init_device_mesh
 
-        from ft_wrapper.live.sharded import Sharded
+        from ft_wrapper.live.state import Sharded
 
         world_size = torch.Size(scenario.shape).numel()
         dist.init_process_group(
@@ -184,7 +184,7 @@ class Iteration:
 
     def described(self, objects: dict[str, Any]) -> Any:
         """The state, with what is a rank's own."""
-        from ft_wrapper.live.form import attributes_of, parts
+        from ft_wrapper.live.state import attributes_of, parts
 
         return {"common": self.form.describe(objects), "own": attributes_of(parts(objects))}
 
@@ -309,7 +309,7 @@ def mistakes(folder: Path, rank: int) -> dict[str, str]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from ft_wrapper.live.sharded import Sharded
+    from ft_wrapper.live.state import Sharded
 
     dist.init_process_group("gloo", init_method=f"file://{folder}/0", rank=rank, world_size=1)
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shards",))

@@ -18,9 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_wrapper.live import wire
-from ft_wrapper.live.ballot import Ballot
-from ft_wrapper.live.gathering import Sign, unsigned
-from ft_wrapper.live.wire import Lines, hello
+from ft_wrapper.live.wire import Ballot, Lines, Sign, hello, unsigned
 from ft_wrapper.protocol.seal import Seal
 
 HOST, LIMIT = "127.0.0.1", 60.0

@@ -12,11 +12,9 @@ from typing import NamedTuple
 
 import torch
 
-from .gathering import Sign, unsigned, verified
 from .plan import Copy, Plan, copy_of
-from .transfer import Stream, Tensors, carry
 from .tree import Flat, empty_like
-from .wire import Addresses, Lines
+from .wire import Addresses, Lines, Sign, Stream, Tensors, carry, unsigned, verified
 
 _JOIN_PATIENCE = 5.0
 
