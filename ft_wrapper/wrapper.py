@@ -51,7 +51,7 @@ class CallWrapper:
     """Handed to the wrapped function through the argument annotated with this class."""
 
     def __init__(self, call: Call) -> None:
-        self._call = call
+        self._call, self.services = call, call.services  # these for live states and checkpoints alone
         memory, member = call.own.memory, weakref.ref(call.own.member)  # a ping may outlive the call
         ping, step = memory.make_ping(lambda: _note_step(member(), memory), _leave)
         self.ping: Callable[..., None] = ping
@@ -113,7 +113,7 @@ class CallWrapper:
         call, state = self._call, self.state
         n, rank, size = call.own.member.view.n, state.active_rank, state.active_world_size
         assert rank is not None and size is not None, "spares do not run this"
-        return call.group.enter(backend, options, n=n, rank=rank, size=size, store=self.store)
+        return self.services.group.enter(backend, options, n=n, rank=rank, size=size, store=self.store)
 
     @property
     def faults(self) -> tuple[InterruptionRecord, ...]:
@@ -165,7 +165,7 @@ class Unwrapped(CallWrapper):
         """Nobody hears of it."""
 
     @property
-    def _call(self) -> Call:  # type: ignore[override]
+    def services(self) -> Any:  # type: ignore[override]
         raise RestartAbort("enabled=False: LiveState and Checkpoints need the wrapper, also on one rank")
 
     @property

@@ -15,7 +15,7 @@ from pathlib import Path
 from ..exception import JobAbort
 from ..protocol import keys
 from ..protocol.operations import Notify, Write, read, set_if_absent
-from ..protocol.records import FAULT, present
+from ..protocol.records import present
 from ..settings import as_int, as_timeout
 from ..store import BarrierTimeout
 from ..wrapper import CallWrapper
@@ -87,20 +87,20 @@ class Checkpoints:
             self.keep = as_int("keep", keep, at_least=1)
             given = None if timeout is None else as_timeout("timeout", timeout)
         self._call_wrapper = call_wrapper
-        call, state = call_wrapper._call, call_wrapper.state
+        services, state = call_wrapper.services, call_wrapper.state
         assert state.active_rank is not None and state.active_world_size is not None, "spares do not run this"
         self._rank, self._size = state.active_rank, state.active_world_size
-        self._timeout = timedelta(seconds=call.settings.barrier_timeout) if given is None else given
-        self._iteration = call.own.member.view.n
+        self._timeout = timedelta(seconds=services.settings.barrier_timeout) if given is None else given
+        self._iteration = services.iteration
         self._looks = 0
         self._seals = 0
         self._sealed: set[int] = set()  # steps
-        self._kept: _Kept = call.kept.setdefault(f"checkpoints in {self.root}", _Kept())
+        self._kept: _Kept = services.kept.setdefault(f"checkpoints in {self.root}", _Kept())
         if self._kept.iteration == self._iteration:
             raise JobAbort(
                 f"this iteration has a Checkpoints of root={str(self.root)!r} already; use that one"
             )
-        others = [one for one in call.kept.values() if isinstance(one, _Kept) and one is not self._kept]
+        others = [one for one in services.kept.values() if isinstance(one, _Kept) and one is not self._kept]
         self._number = sum(one.iteration == self._iteration for one in others)
         self._kept.iteration = self._iteration
         self._run = self._enter()
@@ -195,7 +195,7 @@ class Checkpoints:
         """The number of the job's run: active rank 0 finds or begins it."""
         said = keys.barrier("Checkpoints", f"{self._number}/run")  # by number: the roots may differ
         if self._rank == 0:
-            job_store = self._call_wrapper._call.own.member.agreement.store
+            job_store = self._call_wrapper.services.store
             folder = hashlib.sha256(os.fsencode(self.root)).hexdigest()[:16]
             job = set_if_absent(job_store, keys.checkpoints(folder), secrets.token_hex(8))
             self.root.mkdir(parents=True, exist_ok=True)
@@ -237,10 +237,9 @@ class Checkpoints:
 
     def _remove_old(self) -> None:
         """What fails to go is said, and tried again at the next seal."""
-        ends = self._call_wrapper._call.own.member.agreement.ends
         # Seen after the seal: each later iteration, however late this goes on, looks when that is there. So
         # what is older than that is not being read.
-        if ends.outcome_of(self._iteration) == FAULT:
+        if self._call_wrapper.services.has_failed():
             return
         own = folders.look(self.root, only=self._run)
         for path in [*own.removed, *folders.too_many(own, self.keep, self._iteration)]:
@@ -276,12 +275,7 @@ class Checkpoints:
             time.sleep(_PAUSE)
 
     def _check_iteration(self, what: str) -> None:
-        own = self._call_wrapper._call.own
-        if not own.interrupter.is_running or own.member.view.n != self._iteration:
-            raise RuntimeError(
-                f"{what} of a Checkpoints of another iteration, or outside of the wrapped function: make one "
-                "in the function, in each iteration"
-            )
+        self._call_wrapper.services.check_iteration(self._iteration, f"{what} of a Checkpoints")
 
 
 @contextlib.contextmanager

@@ -102,16 +102,15 @@ class LiveState:
         if dist.get_rank() == 0 and (others := dist.get_world_size() - 1) < self._buddies:
             # No error: the job may have lost the others.
             log.warning("live state: buddies=%d, but there are %d other ranks", buddies, others)
-        self._call_wrapper = call_wrapper
-        call = call_wrapper._call
-        self._iteration = call.own.member.view.n
-        self._kept: TorchKept = call.tracker.exempt(call.kept.setdefault(name, TorchKept()))
+        self._call_wrapper, self._services = call_wrapper, (services := call_wrapper.services)
+        self._iteration = services.iteration
+        self._kept: TorchKept = services.tracker.exempt(services.kept.setdefault(name, TorchKept()))
         if self._kept.iteration == self._iteration:
             raise JobAbort(f"name={name!r}: there is a LiveState of this name already; use another one")
         self._kept.iteration = self._iteration
         users = Users(restore, default_update if update is None else update, self._seed_by)
         settings = {"seed": seed, "buddies": buddies, "copy_every": copy_every, "verify_every": verify_every}
-        performer = TorchPerformer(call, name, self._kept, form, users, settings)
+        performer = TorchPerformer(services, name, self._kept, form, users, settings)
         self._performer = performer
         self._course = Course(self._kept, performer, self._iteration)
         self._open: int | None = None  # the step that was begun
@@ -153,7 +152,7 @@ class LiveState:
         if not isinstance(module, nn.Module) or self._form.is_sharded:
             kind = f"{type(module).__name__}{' in shards' * self._form.is_sharded}"
             raise TypeError(f"data_parallel({name!r}) takes a module of a state without mesh=, not {kind}")
-        return self._kept.data_parallel.over(name, module, options, self._call_wrapper._call.group.group)
+        return self._kept.data_parallel.over(name, module, options, self._services.group.group)
 
     @property
     def _objects(self) -> Objects:
@@ -214,7 +213,7 @@ class LiveState:
         with contextlib.closing(data):
             while total is None or self.step < total:
                 step = self.step
-                self._check_iteration(what)
+                self._services.check_iteration(self._iteration, f"{what} of a LiveState")
                 self._call_wrapper.ping(step)
                 batch = next(data)  # before the seed: what a loader draws does not move a step's numbers
                 self._seed_by(step, dist.get_rank())
@@ -249,7 +248,7 @@ class LiveState:
         self._marks.set(self._form.parameters(self._objects))
 
     def _check_commit(self) -> None:
-        self._check_iteration("commit()")
+        self._services.check_iteration(self._iteration, "commit() of a LiveState")
         if self._open is None:
             raise JobAbort("commit() belongs into a step of `for step in live.steps(n)`, once in each")
         parameters = self._form.parameters(self._objects)
@@ -258,13 +257,6 @@ class LiveState:
         steps = [optimizer for _, optimizer in optimizers(self._objects)]
         if self._has_default_update and steps and not any(map(has_gradient, steps)):
             raise JobAbort(f"step {self._open}: no parameter of any optimizer has a gradient in commit()")
-
-    def _check_iteration(self, what: str) -> None:
-        own = self._call_wrapper._call.own
-        if not own.interrupter.is_running or own.member.view.n != self._iteration:
-            raise RuntimeError(
-                f"{what} of a LiveState of another iteration, or outside of the wrapped function: make one"
-            )
 
 
 def _seed_by(seed: int | None, *parts: object) -> None:

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..exception import JobAbort
 from ..protocol import keys
 from ..protocol.operations import CompareAndSet, SetIfAbsent, read
-from ..restart.call import Call
+from ..restart.services import Services
 from ..store.address import own_address
 from . import checks
 from .buffers import Buffers
@@ -100,7 +100,7 @@ class TorchPerformer(Performer):
     """What a course needs, in one iteration of a job.
 
     Args:
-        call: the wrapped call.
+        services: of the call.
         name: of the state.
         kept: what the process keeps of it.
         form: how it is built and taken apart.
@@ -109,10 +109,16 @@ class TorchPerformer(Performer):
     """
 
     def __init__(
-        self, call: Call, name: str, kept: TorchKept, form: Form, users: Users, settings: dict[str, Any]
+        self,
+        services: Services,
+        name: str,
+        kept: TorchKept,
+        form: Form,
+        users: Users,
+        settings: dict[str, Any],
     ) -> None:
         self.rank = dist.get_rank()
-        self._call = call
+        self._services = services
         self._key = keys.live(name)
         self._kept = kept
         self._form = form
@@ -120,20 +126,20 @@ class TorchPerformer(Performer):
         self._settings = settings
         self._group = _host_group()
         self._host = own_address(os.environ["MASTER_ADDR"])
-        self._seal = seal = call.own.member.agreement.store.seal
-        about = f"live {call.own.member.view.n} {name}"
+        self._seal = seal = services.store.seal
+        about = f"live {services.iteration} {name}"
         self._sign = unsigned if seal is None else lambda what, said: seal.sign(f"{about} {what}", said)
         self._gather = Gather(self._sign, self._group)
-        self._ballot = Ballot(self.rank, self._host, call.settings.hard_timeout, self._sign)
-        call.helpers.callback(call.end_fields.clear)
-        call.own.lines.append(self._ballot)
+        self._ballot = Ballot(self.rank, self._host, services.settings.hard_timeout, self._sign)
+        services.at_end.callback(services.end_fields.clear)
+        services.connections.append(self._ballot)
         self._nodes: Sequence[str] = ()
         self._register = ""  # as rank 0 has read it
         self._buddies: Buddies | None = None
 
     def atomic(self) -> contextlib.AbstractContextManager[Any]:
         """See `Performer`."""
-        return self._call.own.interrupter.atomic()
+        return self._services.atomic()
 
     # ---- a step
 
@@ -167,8 +173,8 @@ class TorchPerformer(Performer):
         self._users.seed("update", step)
         self._users.update(self._kept.objects, *arguments[0], **arguments[1])
         self._kept.buffers.keep(self._kept.objects)
-        # Shared with the other states of the call.
-        self._call.end_fields["committed"] = max(step + 1, self._call.end_fields.get("committed", 0))
+        fields = self._services.end_fields  # shared with the other states of the call
+        fields["committed"] = max(step + 1, fields.get("committed", 0))
 
     def _agree_on_infinities(self) -> None:
         """With shards of gradients, a scaler that sees an overflow in one of them skips the step in all."""
@@ -252,12 +258,12 @@ class TorchPerformer(Performer):
         return flat
 
     def _move(self, routes: tuple[Route, ...], source: Callable[[], Flat]) -> Flat | None:
-        timeout = self._call.settings.soft_timeout / 2
+        timeout = self._services.settings.soft_timeout / 2
         host, sign = self._host, self._sign
         moved = move(routes, self.rank, source, self._gather, host=host, timeout=timeout, sign=sign)
         if moved.bytes:
             event = "sent" if moved.flat is None else "received"
-            self._call.own.member.emit(event, bytes=moved.bytes, seconds=moved.seconds)
+            self._services.emit(event, bytes=moved.bytes, seconds=moved.seconds)
         return moved.flat
 
     def rebind(self) -> None:
@@ -313,7 +319,7 @@ class TorchPerformer(Performer):
                 # Not set: a rank 0 that was paused, and went on long after it was evicted, writes nothing.
                 before, now = self._register, f"{register.sealed} {register.origin}"
                 step = CompareAndSet(self._key, before, now) if before else SetIfAbsent(self._key, now)
-                self._call.own.member.agreement.store.execute([step])
+                self._services.store.execute([step])
         self._kept.copies.drop_given_up(register.origin, plan.step)
 
     # ---- copies in host memory
@@ -327,11 +333,11 @@ class TorchPerformer(Performer):
                 process is new; a fault may have come while some were on their way.
         """
         if len(self._nodes) > 1:
-            copies, timeout = self._kept.copies, self._call.settings.hard_timeout
+            copies, timeout = self._kept.copies, self._services.settings.hard_timeout
             with self.atomic():  # so that its thread is always ended
                 self._buddies = Buddies(copies, self.rank, self._host, timeout, self._sign)
-                self._call.own.lines.append(self._buddies)
-                self._call.helpers.callback(self._buddies.end)
+                self._services.connections.append(self._buddies)
+                self._services.at_end.callback(self._buddies.end)
             addresses, stored = zip(*self._gather((self._buddies.address, copies.stored)), strict=True)
             self._buddies.open(addresses, self._nodes, buddies)
             if min(stored) < max(0, self._kept.newest - copy_every + 1):
@@ -346,7 +352,7 @@ class TorchPerformer(Performer):
 
     def _read_register(self) -> Register:
         with self.atomic():
-            self._register = read(self._call.own.member.agreement.store, self._key) or ""
+            self._register = read(self._services.store, self._key) or ""
         return Register(*map(int, self._register.split()))
 
 

@@ -25,14 +25,14 @@ from ..protocol.records import Decision, SameFault, View
 from ..rank_assignment import RankAssignmentCtx, activate_if_unsaid
 from ..state import Mode, State
 from ..store import PrefixStore, StorePlan
-from ..torch_groups import caches, device, meeting, release, tracker, warm_up
+from ..torch_groups import caches, device, meeting, release, warm_up
 from ..torch_groups.collective import current_collective
-from ..torch_groups.kept import KeptGroup
 from . import forked, same_faults, torch_state
 from .loop import FunctionResult, RestartedProcess, RestartLoop
 from .on_restart import Reporter, RestartTimes
 from .resources import Resources
 from .same_faults import FunctionRun, Hang, leaves_with_fault, times_before
+from .services import Services
 from .settings import Settings
 
 log = logging.getLogger(__name__)
@@ -59,11 +59,7 @@ class Call(RestartedProcess):
         function_name: name of the wrapped function; the same on all ranks.
 
     Attributes:
-        kept: objects that live states and checkpoints keep over iterations, by name.
-        helpers: callbacks of theirs for the end of the iteration.
-        end_fields: fields of theirs for the event that ends the iteration on this rank.
-        group: the default process group, if it outlives iterations.
-        tracker: tracks objects that should not outlive the iteration in which the function made them.
+        services: for live states and checkpoints.
 
     Raises:
         RestartError: the store cannot be used, or ranks are missing.
@@ -73,10 +69,6 @@ class Call(RestartedProcess):
     def __init__(self, settings: Settings, plan: StorePlan, state: State, function_name: str) -> None:
         self.settings = settings
         self.state = state
-        self.kept: dict[str, Any] = {}
-        self.helpers = contextlib.ExitStack()
-        self.end_fields: dict[str, Any] = {}
-        self.group = KeptGroup(settings.keep_groups)
         began_at = time.monotonic()
         self._current = FunctionRun()
         self._user_store: PrefixStore | None = None
@@ -84,20 +76,19 @@ class Call(RestartedProcess):
         self.waiting = self.own.waiting
         self._reporter = Reporter(self.own, began_at)
         self._times = RestartTimes(time.monotonic())
-        self.tracker = tracker.begin_tracking()
+        self.services = Services(self.own)
 
     def close(self, error: BaseException | None) -> None:
         """Releases everything: threads, processes, sockets, handlers, environment variables."""
-        try:
-            with contextlib.ExitStack() as ending:  # runs all of them, last one first, whatever raises
-                if error is not None:  # the job goes on without this rank
-                    ending.callback(device.release_device)
-                ending.callback(self.tracker.close)
-                ending.callback(self.own.close, error)
-                ending.callback(self.group.close)
-        finally:
+        with contextlib.ExitStack() as ending:  # runs all of them, last one first, whatever raises
             # Its traceback refers to this object and to its store: a cycle until the garbage collector runs.
-            self.state.fn_exception = None
+            ending.callback(setattr, self.state, "fn_exception", None)
+            if error is not None:  # the job goes on without this rank
+                ending.callback(device.release_device)
+            ending.callback(self.services.tracker.close)
+            ending.callback(self.services.close_connections)
+            ending.callback(self.own.close, error)
+            ending.callback(self.services.group.close)
 
     def user_store(self) -> PrefixStore:
         """The current iteration's store, on a connection for the function alone."""
@@ -154,7 +145,7 @@ class Call(RestartedProcess):
         self.own.memory.active = state.mode == Mode.ACTIVE
         state.set_distributed_vars()
         device.take_device(self.own.memory.active)
-        self.tracker.enter(state.iteration)
+        self.services.tracker.enter(state.iteration)
         rank, size = state.active_rank, state.active_world_size or 0
         return rank is not None and caches.reset_compiled_code(rank, size)
 
@@ -240,8 +231,7 @@ class Call(RestartedProcess):
             with forked.children_end():
                 return self._initialize_and_run()
         except BaseException as error:
-            failure = checkpoint_failure(error)
-            if failure is not None:
+            if failure := checkpoint_failure(error):
                 raise RuntimeError(failure).with_traceback(error.__traceback__) from error
             raise
 
@@ -307,10 +297,10 @@ class Call(RestartedProcess):
             left = RestartTimes(watch.ended_at or time.monotonic(), watch.ended_at, step=self.own.memory.step)
             self._times = left.end("abort", watch.aborted_at).end("leave")
         self.own.memory.leave_iteration()
-        self.own.member.emit("left", **self.own.memory.last_step(), **self.end_fields)
-        self.helpers.close()
-        if self.settings.abort is not None or self.group.group is not None:
-            release_process_groups(aborted=True, kept=self.group.group)
+        self.own.member.emit("left", **self.own.memory.last_step(), **self.services.end_fields)
+        self.services.at_end.close()
+        if self.settings.abort is not None or self.services.group.group is not None:
+            release_process_groups(aborted=True, kept=self.services.group.group)
         caches.end_checkpoint_process()  # before arriving: the next iteration may write the same files
         self._user_store = None
 
@@ -338,7 +328,7 @@ class Call(RestartedProcess):
     def all_arrived(self) -> None:
         self._times = self._times.end("decide")
         close_aborted_sockets()
-        self.own.close_lines()
+        self.services.close_connections()
         self.own.signals.forget()  # they were for the iteration that is over
 
     def reset_process(self) -> None:
@@ -346,7 +336,7 @@ class Call(RestartedProcess):
         self.own.exit_watch.note()
         if self.settings.collect_garbage:
             caches.collect_garbage("restart")
-            self.tracker.warn()  # without a collection, FSDP2's models are all alive
+            self.services.tracker.warn()  # without a collection, FSDP2's models are all alive
         if self._current.is_out_of_memory:
             torch.cuda.empty_cache()  # NCCL's new groups and other processes need memory
 
@@ -364,7 +354,7 @@ class Call(RestartedProcess):
         caches.clear_caches()
 
     def complete(self) -> None:
-        self.own.member.emit("done", **self.own.memory.last_step(), **self.end_fields)
+        self.own.member.emit("done", **self.own.memory.last_step(), **self.services.end_fields)
         self._current.watch = None
         self.state.fn_exception = None
         if self.settings.completion is not None:
@@ -372,7 +362,7 @@ class Call(RestartedProcess):
                 self.settings.completion(self.state.freeze())
             except Exception:
                 log.exception("completion failed on rank %s; the call had ended well", self.state.rank)
-        self.helpers.close()
+        self.services.at_end.close()
         if self.settings.abort is not None:
             release_process_groups()
         caches.clear_caches()
@@ -384,9 +374,9 @@ class Call(RestartedProcess):
         if isinstance(error, Exception):
             self.state.fn_exception = error
         is_expected = isinstance(error, (exception.JobEnded, exception.RankDrained))
-        who, why = (self.state.rank, own.member.slot), exception.in_one_line(error)
+        why = exception.in_one_line(error)
         level = logging.INFO if is_expected else logging.ERROR
-        log.log(level, "rank %s (slot %d) leaves the job: %s", *who, why)
+        log.log(level, "rank %s (slot %d) leaves the job: %s", self.state.rank, own.member.slot, why)
         if isinstance(error, exception.StoreUnavailable):
             own.store_lost = error  # the operation was retried long enough; nothing can be reported
         if watch is not None and not own.memory.active:  # a spare: the others end the iteration later
@@ -394,10 +384,8 @@ class Call(RestartedProcess):
         if own.store_lost is None:
             is_unwatched = own.monitor_lost.is_set()
             return Interruption.MONITOR_PROCESS_EXCEPTION if is_unwatched else Interruption.BASE_EXCEPTION
-        if (
-            self._current.watch is not None
-        ):  # the monitor thread waits for the lost store, and would not abort
-            self._current.watch = None
+        if self._current.watch is not None:
+            self._current.watch = None  # the monitor thread waits for the lost store, and would not abort
             try:
                 self._abort()
             except Exception:
@@ -453,8 +441,8 @@ class Call(RestartedProcess):
 
     def _abort(self) -> None:
         self.own.memory.leave_stamp = self.own.memory.leave_stamp or time.monotonic()
-        for line in list(self.own.lines):
-            line.abort()
+        for connection in list(self.services.connections):
+            connection.abort()
         if self.settings.abort is not None:
             self.settings.abort(self.state.freeze())
 

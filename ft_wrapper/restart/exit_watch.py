@@ -12,14 +12,13 @@ import multiprocessing.process
 import threading
 import time
 import weakref
-from typing import TypeAlias
 
 from ..monitor.frames import describe_thread
 from ..monitor.shared_memory import RankMemory
 
 log = logging.getLogger(__name__)
 
-Running: TypeAlias = threading.Thread | multiprocessing.process.BaseProcess
+Running = threading.Thread | multiprocessing.process.BaseProcess
 
 _noted: weakref.WeakSet[Running] = weakref.WeakSet()
 _memory: RankMemory | None = None  # of the last call, whichever has left something: the agent reads that one
@@ -62,13 +61,11 @@ def _say_what_is_left() -> None:
 
 
 def _left() -> list[str]:
-    """Names what still runs."""
-    names = []
-    for one in list(_noted):
-        if isinstance(one, threading.Thread):
-            name = f"thread {one.name} {describe_thread(one.ident or 0) or ''}".strip()
-        else:
-            name = f"process {one.name} ({one.pid})"
-        if one.is_alive():
-            names.append(name)
-    return sorted(names, reverse=True)  # threads first
+    """Names what still runs, threads first."""
+    return sorted((_describe(one) for one in list(_noted) if one.is_alive()), reverse=True)
+
+
+def _describe(one: Running) -> str:
+    if isinstance(one, threading.Thread):
+        return f"thread {one.name} {describe_thread(one.ident or 0) or ''}".strip()
+    return f"process {one.name} ({one.pid})"

@@ -9,7 +9,6 @@ import dataclasses
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from ..exception import InternalError, StoreError
 from ..monitor.threads import WatchedIteration
@@ -18,9 +17,7 @@ from ..protocol.operations import Notify, read
 from ..protocol.records import Fault
 from ..state import State
 from .report import RestartReport, evictions, make_report
-
-if TYPE_CHECKING:
-    from .resources import Resources
+from .resources import Resources
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +56,7 @@ class Reporter:
         began_at: when the call began, in monotonic seconds.
     """
 
-    def __init__(self, own: "Resources", began_at: float) -> None:
+    def __init__(self, own: Resources, began_at: float) -> None:
         self._own = own
         self._began_at = began_at
 

@@ -7,7 +7,6 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from .. import events
 from .._files import check_open_files
@@ -78,16 +77,6 @@ _kept: dict[tuple[str, float], tuple[list[StoreMixin], str]] = {}
 os.register_at_fork(after_in_child=_kept.clear)
 
 
-class HelperConnection(Protocol):
-    """Connections of the function's helpers to other ranks, in one iteration."""
-
-    def abort(self) -> None:
-        """Ends what waits there, from any thread, and unnoticed by other ranks."""
-
-    def close(self) -> None:
-        """Closes them."""
-
-
 class Resources:
     """All that a call owns: made as a whole, or not at all.
 
@@ -110,7 +99,6 @@ class Resources:
         store_lost: why the store cannot be reached any more.
         thread_agreement: what the ranks agree on, over the monitor thread's client.
         address: of this host, as the other ranks see it.
-        lines: kept open until all ranks have left the iteration, or others would take it for a fault.
 
     Raises:
         RestartError: the store cannot be used, or ranks are missing.
@@ -181,11 +169,6 @@ class Resources:
             self.is_in = True
             self._owned = owned.pop_all()
 
-    def close_lines(self) -> None:
-        """Closes the iteration's connections."""
-        while self.lines:
-            self.lines.pop().close()
-
     def close(self, error: BaseException | None) -> None:
         """Gives back everything: threads, processes, sockets, handlers, variables."""
         kind = None if error is None else type(error)
@@ -215,8 +198,6 @@ class Resources:
         self.memory.lock_life()
         self.exit_watch = ExitWatch(self.memory)
         self.waiting = shared_memory.Waits(self.memory)
-        self.lines: list[HelperConnection] = []
-        owned.callback(self.close_lines)
         owned.callback(close_aborted_sockets)
         owned.callback(wait_for_released_groups)
         owned.callback(warm_up.await_early_context)
@@ -391,19 +372,14 @@ class Resources:
     def _on_monitor_lost(self) -> None:
         """In a thread of its own: no one would notice this rank's faults any more, so it leaves the job."""
         self.monitor_lost.set()
-        if not self.is_in:
-            return  # the rank finds out when it wants to tell the monitor that it is in
-        if self._hosts:
-            return  # nor is there a store any more: all ranks find out at once
-        try:
-            store = self.plan.connect()
-        except StoreError:
-            log.exception("the monitor and the store are lost: this rank leaves the job")
-            return
-        try:
-            Agreement(store).ends.end_iteration(self.member.view.n, FAULT)
-        finally:
-            store.close()
+        # A rank that is not in finds out when it wants to say so to the monitor. If it hosts the store,
+        # that is lost, too: all ranks find out at once.
+        if self.is_in and not self._hosts:
+            try:
+                with contextlib.closing(self.plan.connect()) as store:
+                    Agreement(store).ends.end_iteration(self.member.view.n, FAULT)
+            except StoreError:
+                log.exception("the monitor and the store are lost: this rank leaves the job")
 
 
 def _await_end(line: socket.socket, timeout: float) -> None:

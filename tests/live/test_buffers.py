@@ -233,7 +233,7 @@ def shares(rank: Rank, kind: str, killed: int = -1) -> Any:
 
     class Killed(TorchPerformer):
         def vote(self, *arguments: Any) -> Any:
-            if self._call.own.member.view.n == 0 and (self.rank, said[-1:]) == (0, [killed]):
+            if self._services.iteration == 0 and (self.rank, said[-1:]) == (0, [killed]):
                 os.kill(os.getpid(), signal.SIGKILL)
             return super().vote(*arguments)
 

@@ -130,7 +130,7 @@ def has_an_intruder(rank: Rank, secret: str) -> Any:
     class Intruded(TorchPerformer):
         def gather(self, *arguments: Any) -> Any:
             assert self._seal is not None
-            if self._call.own.member.view.n == 0 and self.rank == 1:
+            if self._services.iteration == 0 and self.rank == 1:
                 sign = self._sign
                 self._gather = Gather(
                     lambda what, said: bytes(16) if what.endswith(" 1") else sign(what, said), self._group
@@ -158,7 +158,7 @@ def has_a_forged_register(rank: Rank, secret: str) -> Any:
     def train(call_wrapper: CallWrapper) -> list[Any]:
         def at(step: int) -> None:
             if (call_wrapper.iteration, step) == (0, 3):
-                call_wrapper._call.own.member.agreement.store.set(keys.live("state"), "99 99")
+                call_wrapper.services.store.set(keys.live("state"), "99 99")
                 raise ValueError("in step 3")
 
         return trained(call_wrapper, at)
