@@ -11,16 +11,7 @@ def duration(seconds: float) -> str:
 
 
 def show_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Prints a table, with rich if it is there."""
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-        for row in (header, *rows):
-            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-        return
-    table = Table(*header)
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
+    """Prints a table."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    for row in (header, *rows):
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import dataclasses
 import functools
-import importlib.util
 import itertools
 import json
 import os
@@ -168,8 +167,9 @@ class Status:
         return json.dumps(dataclasses.asdict(self))
 
     def to_text(self) -> str:
-        """Some lines for people."""
-        return "\n".join([*self._of_the_ranks(), *self._of_the_nodes()])
+        """Some lines for people, without what a terminal obeys, such as in a host's name."""
+        lines = "\n".join([*self._of_the_ranks(), *self._of_the_nodes()])
+        return "".join(each if each.isprintable() or each == "\n" else "\ufffd" for each in lines)
 
     def _of_the_ranks(self) -> list[str]:
         if self.iteration is None:
@@ -333,8 +333,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--watch",
         action="store_true",
-        help="keep running: on a terminal a table that changes with the job, if rich is installed, else "
-        "print the status again when it changes",
+        help="keep running, and print the status again when it changes",
     )
     parser.add_argument(
         "--interval",
@@ -350,10 +349,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         with contextlib.ExitStack() as opened:
             seen = itertools.groupby(_follow(args.endpoint, args.interval, opened))
             statuses = _interruptible(status for status, _ in seen)
-            if args.watch and not args.json and sys.stdout.isatty() and importlib.util.find_spec("rich"):
-                live = importlib.import_module(".live_status", __package__)  # it needs rich
-                live.show(statuses, live.Console())
-                return 0
             for status in statuses if args.watch else itertools.islice(statuses, 1):
                 print(status.to_json() if args.json else status.to_text(), flush=True)
     except (StoreError, DistError, ImportError, ValueError) as error:  # the last two: how etcd is reached

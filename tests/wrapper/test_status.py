@@ -6,6 +6,9 @@ import contextlib
 import dataclasses
 import json
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -68,6 +71,46 @@ def test_the_status_of_a_job_from_its_begin_to_its_end(
     run.finish()
     *_, last = seen
     assert last.state == COMPLETED
+
+
+def test_watching_prints_each_status_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rank = status.RankStatus(1, 2, None, "gpu\x1b[31m7", None, False)
+    job = status.Status(RUNNING, 0, 3, 1, 1, (rank,), "rank 1 raised [red]KeyError[/red]")
+    found = [job, job, dataclasses.replace(job, state=COMPLETED)]
+    monkeypatch.setattr(status, "_follow", lambda *_: iter(found))
+    assert status.main(["127.0.0.1:29400", "--watch"]) == 0
+    shown = capsys.readouterr().out
+    assert [line for line in shown.splitlines() if "iteration 3" in line] == [
+        "running: iteration 3 of call 0, 1 of 1 ranks active",
+        "completed: iteration 3 of call 0, 1 of 1 ranks active",
+    ]
+    assert "  1     2            -            gpu\ufffd[31m7  -\n" in shown
+    assert "last fault: rank 1 raised [red]KeyError[/red]\n" in shown
+    assert status.main(["127.0.0.1:29400", "--watch", "--json"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [json.loads(line)["state"] for line in lines] == [RUNNING, COMPLETED]
+
+
+def test_ctrl_c_ends_it_at_once() -> None:
+    """It waits for news of the job, for up to ten minutes."""
+    with contextlib.closing(TCPStoreServer(0)) as server:
+        command = [sys.executable, "-m", "ft_wrapper.run", "status", f"127.0.0.1:{server.port}"]
+        with subprocess.Popen(
+            [*command, "--watch", "--interval", "600"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as process:
+            try:
+                assert process.stdout is not None
+                assert process.stdout.readline().startswith("not formed")
+                process.send_signal(signal.SIGINT)
+                _, error = process.communicate(timeout=60)
+                assert (process.returncode, "Traceback" in error) == (130, False)
+            finally:
+                process.kill()
 
 
 def test_a_job_that_has_not_formed() -> None:
