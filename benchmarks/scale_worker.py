@@ -26,7 +26,7 @@ from ft_wrapper.protocol.entering import Entered
 from ft_wrapper.protocol.housekeeping import note_active_target
 from ft_wrapper.protocol.membership import Membership
 from ft_wrapper.protocol.records import Decision, Member, View
-from ft_wrapper.settings import Limits
+from ft_wrapper.settings import AllLimits
 from ft_wrapper.store import TCPStoreServer
 
 HOST = "127.0.0.1"
@@ -331,7 +331,7 @@ class Ranks:
         self._hearts: dict[int, Heart] = {}
         self.slots = every
         self.terms: dict[str, object] = {"function": "train", "formation_size": plan.ranks}
-        self.settings = Limits(
+        self.settings = AllLimits(
             soft_timeout=PATIENCE,
             hard_timeout=PATIENCE,
             termination_grace_time=5.0,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ft_wrapper.restart.settings import Settings
-from ft_wrapper.settings import Limits, about
+from ft_wrapper.settings import AllLimits, about
 
 PAGE = Path(__file__).parent / "usage.md"
 BEGIN, END = "<!-- made by docs/settings.py -->\n", "<!-- to here -->\n"
@@ -23,9 +23,9 @@ HEAD = "| argument | default | the same on all ranks | meaning |\n| --- | --- | 
 
 def table() -> str:
     """One line for each argument, the plug-ins first."""
-    known, meanings = about(Settings), {**_meanings(Limits), **_meanings(Settings)}
+    known, meanings = about(Settings), {**_meanings(AllLimits), **_meanings(Settings)}
     text = HEAD
-    for name in sorted(known, key=about(Limits).__contains__):
+    for name in sorted(known, key=about(AllLimits).__contains__):
         cells = (
             f"`{name}`",
             _shown(getattr(Settings, name), known[name].is_duration),

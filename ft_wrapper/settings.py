@@ -1,7 +1,7 @@
 """What users pass: how arguments are checked, and the wrapper's numbers and switches.
 
-A setting that is added to `Limits`, and to its docstring, is an argument of the wrapper, checked, documented,
-known to the monitor, and compared between the ranks if it says so. Plug-ins and the store are in
+A setting that is added to `AllLimits`, and to its docstring, is an argument of the wrapper, checked,
+documented, known to the monitor, and compared between the ranks if it says so. Plug-ins and the store are in
 `ft_wrapper.restart.settings`.
 """
 
@@ -157,7 +157,7 @@ def settings(fields: type[Held]) -> type[Held]:
 
 
 def argument(default: Any, check: Callable[[str, Any], Any], *, is_shared: bool = False) -> Any:
-    """A field of `Limits` or of a class that extends it, with its default; see `Setting`."""
+    """A field of `AllLimits` or of a class that extends it, with its default; see `Setting`."""
     return dataclasses.field(default=default, metadata={Setting: Setting(check, is_shared)})
 
 
@@ -179,7 +179,7 @@ _count_or_none = functools.partial(as_limit, at_least=1)
 
 
 @settings
-class Limits:
+class AllLimits:
     """What the wrapper, the monitor and the protocol have to know. Plain data that goes through JSON.
 
     Args:
@@ -248,7 +248,7 @@ class Limits:
             object.__setattr__(self, name, known.check(name, getattr(self, name)))
 
     @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> "Limits":
+    def from_json(cls, fields: Mapping[str, Any]) -> "AllLimits":
         """Reads what ``dataclasses.asdict`` made, and JSON has carried.
 
         Raises:
@@ -261,9 +261,9 @@ class Limits:
         return cls(**fields)
 
     @property
-    def limits(self) -> "Limits":
+    def limits(self) -> "AllLimits":
         """These alone, of an object that has more."""
-        return Limits(**{one.name: getattr(self, one.name) for one in dataclasses.fields(Limits)})
+        return AllLimits(**{one.name: getattr(self, one.name) for one in dataclasses.fields(AllLimits)})
 
     @property
     def shared(self) -> dict[str, object]:

@@ -8,9 +8,9 @@ from datetime import timedelta
 from typing import Protocol
 
 from .environment import MOST_RANKS, int_from_env
-from .settings import Limits
+from .settings import AllLimits
 
-_TIMEOUT = timedelta(seconds=Limits.barrier_timeout)
+_TIMEOUT = timedelta(seconds=AllLimits.barrier_timeout)
 _LAUNCH = "start the script with ftrun or torchrun, which set both"
 
 

@@ -26,7 +26,7 @@ from .protocol.membership import Membership
 from .protocol.records import Member
 from .restart.call import Call
 from .restart.settings import Settings, check_together, default_assignment, name_of
-from .settings import Limits, about
+from .settings import AllLimits, about
 from .state import FrozenState, Mode, State
 from .store import PrefixStore
 from .store.base import HoldingStore
@@ -331,14 +331,14 @@ class Wrapper:
 def _documented() -> tuple[str, inspect.Signature]:
     """The wrapper's docstring and signature, with the arguments that `Settings` has; the plug-ins first."""
     before, raises, after = inspect.cleandoc(Wrapper.__doc__ or "").partition("Raises:\n")
-    documented = [inspect.cleandoc(one.__doc__ or "").partition("Args:\n")[2] for one in (Settings, Limits)]
+    texts = [inspect.cleandoc(one.__doc__ or "").partition("Args:\n")[2] for one in (Settings, AllLimits)]
     parameters = [
         inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=known.as_passed(getattr(Settings, name))
         )
-        for name, known in sorted(about(Settings).items(), key=lambda item: item[0] in about(Limits))
+        for name, known in sorted(about(Settings).items(), key=lambda item: item[0] in about(AllLimits))
     ]
-    text = [before + "Args:", *documented, "", raises + after]
+    text = [before + "Args:", *texts, "", raises + after]
     return "\n".join(text), inspect.Signature(parameters)
 
 

@@ -19,7 +19,7 @@ from datetime import timedelta
 import torch
 from torch.distributed import constants
 
-from ..settings import Limits
+from ..settings import AllLimits
 from ..store.bounded import in_background
 from . import findings
 from .findings import Finding
@@ -35,7 +35,7 @@ _TIMEX_SIZE = 512  # bytes, more than its struct has
 
 def preflight(
     environ: Mapping[str, str],
-    hard_timeout: float = Limits.hard_timeout,
+    hard_timeout: float = AllLimits.hard_timeout,
     nodes: int | None = None,
     world_size: int | None = None,
 ) -> list[Finding]:

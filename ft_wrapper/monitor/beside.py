@@ -23,7 +23,7 @@ import torch
 
 from .._files import check_own_file, owners_only
 from ..exception import StoreError
-from ..settings import Limits
+from ..settings import AllLimits
 from ..store.plan import StorePlan
 from .heart import Heart
 from .line import MonitorLine
@@ -43,7 +43,7 @@ _TASK, _LINE, _MEMORY, _ABOVE = 0, 3, 4, 10
 class _Task:
     """What the monitor process needs. Arguments as of `start_monitor`."""
 
-    limits: Limits
+    limits: AllLimits
     plan: StorePlan
     hosts: bool
     logfile: str | None
@@ -53,7 +53,7 @@ class _Task:
 
 
 def start_monitor(
-    limits: Limits,
+    limits: AllLimits,
     plan: StorePlan,
     *,
     hosts: bool,

@@ -20,7 +20,7 @@ from ..protocol.neighbours import NeighbourWatch, Sight
 from ..protocol.operations import Operations
 from ..protocol.records import Member, View
 from ..protocol.silence import beat_lasts
-from ..settings import Limits
+from ..settings import AllLimits
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class HeartBeat:
         settings: the timeouts and intervals.
     """
 
-    def __init__(self, agreement: Agreement, heart: str, settings: Limits) -> None:
+    def __init__(self, agreement: Agreement, heart: str, settings: AllLimits) -> None:
         self._agreement = agreement
         self._name = heart
         self._takes_turns = settings.heartbeat_timeout >= _TURNS * settings.heartbeat_interval
@@ -129,7 +129,7 @@ class Heart:
 
     connect: Callable[[], Operations]
     name: str
-    settings: Limits
+    settings: AllLimits
 
     def __post_init__(self) -> None:
         self._ranks: tuple[Rank, ...] = ()

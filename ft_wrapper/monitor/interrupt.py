@@ -40,7 +40,7 @@ from types import FrameType, TracebackType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from ..exception import JobAbort, RankShouldRestart, RestartAbort
-from ..settings import Limits
+from ..settings import AllLimits
 from .frames import current_exception, current_frames
 from .safe_points import obstacle, prepare
 from .signals import free_signal
@@ -76,7 +76,7 @@ class Interrupter:
         RuntimeError: no real-time signal is free.
     """
 
-    def __init__(self, cleanup_timeout: float = Limits.cleanup_timeout) -> None:
+    def __init__(self, cleanup_timeout: float = AllLimits.cleanup_timeout) -> None:
         self.thread = threading.get_ident()
         self.signum: int | None = None
         # Written by the function's thread.

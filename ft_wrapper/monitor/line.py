@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 
 from ..exception import InternalError, StoreError
 from ..protocol.records import Decision, Member, View
-from ..settings import Limits
+from ..settings import AllLimits
 from ..store import StorePlan
 from ..store.bounded import in_background
 from ..store.secret import AGENT_ENV, peer
@@ -228,7 +228,7 @@ class MonitorLine:
 
 
 def ask_agent(
-    limits: Limits, plan: StorePlan, memory: RankMemory, on_lost: Callable[[], None], *, watch: bool = True
+    limits: AllLimits, plan: StorePlan, memory: RankMemory, on_lost: Callable[[], None], *, watch: bool = True
 ) -> tuple[MonitorLine | None, bool]:
     """Says hello to the agent that has started this process, if there is one.
 

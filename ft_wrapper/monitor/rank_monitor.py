@@ -22,7 +22,7 @@ from ..protocol import keys as names
 from ..protocol.deaths import await_others, report_deaths
 from ..protocol.neighbours import NeighbourWatch
 from ..protocol.records import Fault, Member, MemberRecord, View
-from ..settings import Limits
+from ..settings import AllLimits
 from ..store import StoreMixin
 from ..store.bounded import in_background, take_or_make
 from .frames import describe_main_thread, is_stopped
@@ -106,7 +106,7 @@ class RankMonitor:
     member: Member
     memory: RankMemory
     pid: int
-    limits: Limits
+    limits: AllLimits
     heart: Heart
     job: str | None = None
     idle: Idle = dataclasses.field(default_factory=Idle)

@@ -21,7 +21,7 @@ import psutil
 
 from ..exception import StoreError
 from ..protocol import keys
-from ..settings import Limits
+from ..settings import AllLimits
 from ..store import StoreMixin
 from ..store.bounded import in_background
 from ..store.plan import StorePlan, announced_plan
@@ -118,7 +118,7 @@ class MonitorService:
         self._changed = threading.Condition()
         self._processes: dict[int, _Process] = {}  # by process id
         self._attended: dict[threading.Thread, _Attended] = {}
-        self._hearts: dict[tuple[Limits, str], Heart] = {}  # one per timeouts and store
+        self._hearts: dict[tuple[AllLimits, str], Heart] = {}  # one per timeouts and store
         self._idle: dict[str, Idle] = {}  # by store
         self._closing = False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -348,14 +348,14 @@ def heart_name() -> str:
     return keys.shared_heart(os.urandom(8).hex())
 
 
-def _hear_hello(line: socket.socket, fds: list[int]) -> tuple[Limits, StorePlan | None, RankMemory]:
+def _hear_hello(line: socket.socket, fds: list[int]) -> tuple[AllLimits, StorePlan | None, RankMemory]:
     """Receives hello; the plan is None if the rank wants no monitor."""
     try:
         (fd,) = fds
         hello = receive(line)
         if hello["version"] != VERSION:
             raise ValueError(f"version {hello['version']} instead of {VERSION}")
-        limits = Limits.from_json(hello["settings"])
+        limits = AllLimits.from_json(hello["settings"])
         plan = announced_plan(**hello["store"]) if hello["watch"] else None
         return limits, plan, RankMemory.from_fd(fd)
     except (EOFError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:

@@ -21,7 +21,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import TCPStore
 
 from ..exception import StoreError
-from ..settings import Limits
+from ..settings import AllLimits
 from ..store import StoreMixin, serve
 from ..store.bounded import in_background, take_or_make
 from . import messages
@@ -72,7 +72,7 @@ class RankWatch:
         idle: what earlier calls have left, for this one to use and add to.
     """
 
-    limits: Limits
+    limits: AllLimits
     connect: Callable[[], StoreMixin]
     memory: RankMemory
     line: socket.socket

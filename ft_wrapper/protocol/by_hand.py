@@ -11,7 +11,7 @@ import dataclasses
 from datetime import timedelta
 
 from ..exception import RankDiscarded, RestartError, RestartTimeout
-from ..settings import Limits, OnJoin
+from ..settings import AllLimits, OnJoin
 from . import Agreement, keys
 from .membership import Membership
 from .operations import CompareAndSet, Notify, Operations, read, set_if_absent
@@ -21,7 +21,7 @@ from .waiting import looks
 
 _TERMS: dict[str, object] = {"iterations": "by hand"}  # so that nobody joins a job of the wrapper
 #: Seconds without a heartbeat after which a member is silent: the wrapper's default.
-SILENT_AFTER = Limits.heartbeat_timeout
+SILENT_AFTER = AllLimits.heartbeat_timeout
 
 
 class ByHand(Operations):
@@ -353,7 +353,7 @@ class ByHand(Operations):
 
     def _join(self, slot: int, world_size: int, timeout: timedelta) -> int:
         head, seconds = self._agreement.iterations.read_head(), timeout.total_seconds()
-        limits = Limits(
+        limits = AllLimits(
             use_global_iteration=True, on_join=OnJoin.NOW, rejoin_wait=0.0, barrier_timeout=seconds
         )
         call = 0 if head is None else head.call

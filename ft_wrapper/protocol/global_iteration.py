@@ -17,7 +17,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
 from ..exception import RestartTimeout, StoreError
-from ..settings import Limits
+from ..settings import AllLimits
 from . import history, keys, operations, records
 from .ends import Ends
 from .entering import spares_in
@@ -191,7 +191,7 @@ class GlobalIteration:
         self,
         view: View,
         member: Member,
-        limits: Limits,
+        limits: AllLimits,
         proposed: Proposed | None = None,
         on_missing: OnMissing | None = None,
     ) -> View | None:

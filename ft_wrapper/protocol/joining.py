@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from ..attribution import Interruption
 from ..exception import RestartTimeout, StoreError
-from ..settings import Limits, OnJoin
+from ..settings import AllLimits, OnJoin
 from . import keys, records
 from .entering import Entering
 from .global_iteration import GlobalIteration
@@ -23,7 +23,7 @@ from .waiting import FIRST_LOOK, LONGEST_LOOK, is_checker, looks, stagger
 
 _LONGEST_WINDOW = 6  # doublings of the join window
 _UNKNOWN = MemberRecord()
-_DEFAULTS = Limits()
+_DEFAULTS = AllLimits()
 
 
 class Entry(enum.Enum):
@@ -124,7 +124,7 @@ class Joining:
 
     # The first formation -------------------------------------------------------------------------------
 
-    def join_first(self, member: Member, slots: Iterable[int], limits: Limits = _DEFAULTS) -> None:
+    def join_first(self, member: Member, slots: Iterable[int], limits: AllLimits = _DEFAULTS) -> None:
         """Joins the first iteration; the last slot to join decides it.
 
         Args:
@@ -143,7 +143,7 @@ class Joining:
         dead = self.ends.deaths_of(keys.BEFORE_FIRST)  # read second, as in `advance`
         return {member.slot: member for member in sorted(joined - dead)}
 
-    def form(self, slots: frozenset[int], limits: Limits = _DEFAULTS) -> bool:
+    def form(self, slots: frozenset[int], limits: AllLimits = _DEFAULTS) -> bool:
         """Decides the first iteration if every slot has joined; returns whether there is a head now."""
         if self.iterations.read_head() is not None:
             return True
@@ -155,7 +155,7 @@ class Joining:
         return True
 
     def await_first(
-        self, member: Member, slots: Iterable[int], timeout: float, limits: Limits = _DEFAULTS
+        self, member: Member, slots: Iterable[int], timeout: float, limits: AllLimits = _DEFAULTS
     ) -> View | None:
         """Waits for the first decision.
 
@@ -192,7 +192,7 @@ class Joining:
             "see whether their processes started and reach the store, or raise barrier_timeout"
         )
 
-    def _read_first(self, limits: Limits) -> View:
+    def _read_first(self, limits: AllLimits) -> View:
         """The current iteration. It is mostly the first, whose decision follows from its roster."""
         head = self.iterations.read_head()
         if head is not None and head.n == keys.BEFORE_FIRST + 1:
@@ -212,7 +212,7 @@ class Joining:
     # Joining a running job -----------------------------------------------------------------------------
 
     def await_entry(
-        self, member: Member, call: int, limits: Limits, patience: float, asked: int | None = None
+        self, member: Member, call: int, limits: AllLimits, patience: float, asked: int | None = None
     ) -> tuple[Entry, View]:
         """Asks to join the running job until an iteration lists the joiner, or it is clear that none will.
 
@@ -282,7 +282,7 @@ class _Attempt:
     view: View
     member: Member
     call: int
-    limits: Limits
+    limits: AllLimits
     patience: float
     observer: HeartbeatObserver
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from .. import exception
 from ..attribution import Interruption, out_of_memory
-from ..settings import Limits
+from ..settings import AllLimits
 from . import Agreement, history, keys
 from .deaths import await_others, report_deaths
 from .entering import Endpoint, Sizes
@@ -42,7 +42,7 @@ class Membership:
     agreement: Agreement
     slot: int
     slots: list[int]
-    limits: Limits
+    limits: AllLimits
     call: int = 0
     terms: dict[str, object] = dataclasses.field(default_factory=dict)
     on_member: Callable[[Member], None] | None = None

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Collection, Mapping
 
 from ..exception import InternalError
-from ..settings import Limits
+from ..settings import AllLimits
 from . import keys
 from .history import Judgement, count_same_faults
 from .records import DONE, RETURNS, ArrivalEntry, Decision, Member, View
@@ -145,7 +145,7 @@ def next_decision(
     )
 
 
-def first_decision(members: tuple[Member, ...], limits: Limits) -> Decision:
+def first_decision(members: tuple[Member, ...], limits: AllLimits) -> Decision:
     """The decision that a job begins with: its members get ranks by slot."""
     ranks, n = tuple(range(len(members))), keys.BEFORE_FIRST + 1
     return Decision(

@@ -7,13 +7,13 @@ are compared. Silence is suspicion. Only the log of deaths is evidence.
 from collections.abc import Callable, Hashable, Iterable
 from typing import Generic, TypeVar
 
-from ..settings import Limits
+from ..settings import AllLimits
 from . import keys, operations
 from .operations import LAPSED, Heartbeat, Operations
 from .records import Member, record_of
 
 K = TypeVar("K", bound=Hashable)
-_LASTS = Limits.heartbeat_timeout / 2
+_LASTS = AllLimits.heartbeat_timeout / 2
 
 
 def beat_lasts(timeout: float, interval: float) -> float:

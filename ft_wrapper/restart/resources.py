@@ -28,7 +28,7 @@ from ..protocol import Agreement
 from ..protocol.membership import Membership
 from ..protocol.records import FAULT, Member, View
 from ..rank_assignment import RankDiscarded
-from ..settings import Limits
+from ..settings import AllLimits
 from ..state import State
 from ..store import StoreMixin, StorePlan, TCPStore
 from ..store.address import is_this_host, own_address
@@ -202,7 +202,7 @@ class Resources:
         owned.callback(wait_for_released_groups)
         owned.callback(warm_up.await_early_context)
 
-    def _hold_monitor(self, owned: contextlib.ExitStack, slot: int) -> Limits:
+    def _hold_monitor(self, owned: contextlib.ExitStack, slot: int) -> AllLimits:
         """Who watches this rank; gives the limits, which the monitor completes."""
         limits = self.settings.limits
         self.monitor = self._find_monitor(limits, slot)
@@ -235,7 +235,7 @@ class Resources:
         interval = self.settings.progress_watchdog_interval
         owned.callback(threads.ProgressWatchdog(self.memory, interval, is_main_thread).stop)
 
-    def _find_monitor(self, limits: Limits, slot: int) -> MonitorLine:
+    def _find_monitor(self, limits: AllLimits, slot: int) -> MonitorLine:
         """The monitor inside the agent, if there is one; otherwise one in a process of its own."""
         paths = (self.settings.monitor_process_logfile, self.settings.monitor_process_pidfile)
         logfile, pidfile = (path and path.replace("{rank}", str(slot)) for path in paths)

@@ -1,4 +1,4 @@
-"""The settings of one wrapped call: the plug-ins, the store and the files, beside the `Limits`."""
+"""The settings of one wrapped call: the plug-ins, the store and the files, beside the `AllLimits`."""
 
 import functools
 import inspect
@@ -14,7 +14,7 @@ from ..finalize import Finalize
 from ..health_check import HealthCheck
 from ..initialize import Initialize
 from ..rank_assignment import ActivateAllRanks, MaxActiveWorldSize, RankAssignment, RankPlugIn, ShiftRanks
-from ..settings import Limits, about, argument, as_switch, settings
+from ..settings import AllLimits, about, argument, as_switch, settings
 from ..store import StoreMixin, TCPStore, without_password
 from ..terminate import Terminate
 from .report import RestartReport
@@ -66,7 +66,7 @@ _mapping = functools.partial(_check_kind, kind=Mapping, words="a dict of argumen
 
 
 @settings
-class Settings(Limits):
+class Settings(AllLimits):
     """All that a wrapped call is told by its `Wrapper`.
 
     Args:

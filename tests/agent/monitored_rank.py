@@ -17,12 +17,12 @@ from ft_wrapper.monitor.line import MonitorLine, ask_agent
 from ft_wrapper.monitor.messages import HelloReply, receive
 from ft_wrapper.monitor.shared_memory import RankMemory
 from ft_wrapper.protocol.records import Member
-from ft_wrapper.settings import Limits
+from ft_wrapper.settings import AllLimits
 from ft_wrapper.store.plan import announced_plan
 from ft_wrapper.store.secret import AGENT_ENV
 
 TIMEOUT = 120.0
-SETTINGS = Limits(
+SETTINGS = AllLimits(
     soft_timeout=100.0,
     hard_timeout=100.0,
     termination_grace_time=0.3,

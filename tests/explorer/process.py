@@ -18,7 +18,7 @@ from ft_wrapper.protocol.records import Decision, Fault, Member, MemberRecord, V
 from ft_wrapper.rank_assignment import RankAssignment, RankAssignmentCtx, RankDiscarded
 from ft_wrapper.restart.loop import FunctionResult, RestartedProcess
 from ft_wrapper.restart.report import waiting_line
-from ft_wrapper.settings import Limits
+from ft_wrapper.settings import AllLimits
 from ft_wrapper.state import Mode, State
 from ft_wrapper.store import PrefixStore
 from ft_wrapper.testing.clock import Task
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .simulation import Simulation
 
 _GAP_OF_LATE = 20.0
-GRACE = Limits.termination_grace_time
+GRACE = AllLimits.termination_grace_time
 
 
 class CtrlC(BaseException):

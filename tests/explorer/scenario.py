@@ -7,7 +7,7 @@ from datetime import timedelta
 
 from ft_wrapper import rank_assignment as ranks
 from ft_wrapper.compose import Compose
-from ft_wrapper.settings import Limits, OnJoin
+from ft_wrapper.settings import AllLimits, OnJoin
 from ft_wrapper.state import State
 from ft_wrapper.store import StoreMixin
 from ft_wrapper.testing.scheduler import Scheduler
@@ -163,11 +163,11 @@ class Scenario:
         return ", ".join(told)
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> AllLimits:
         """The settings of each rank."""
         mine = vars(self)
-        same = {field.name: mine[field.name] for field in dataclasses.fields(Limits) if field.name in mine}
-        return Limits(
+        same = {field.name: mine[field.name] for field in dataclasses.fields(AllLimits) if field.name in mine}
+        return AllLimits(
             **{**same, "on_join": OnJoin(self.on_join)},
             hard_timeout=self.heartbeat_timeout,  # for a log line alone: a fault ends a simulated hang
             use_global_iteration=True,

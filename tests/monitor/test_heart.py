@@ -17,12 +17,12 @@ from ft_wrapper.monitor.heart import Heart, HeartBeat
 from ft_wrapper.protocol import Agreement, keys
 from ft_wrapper.protocol.operations import Heartbeat, Step
 from ft_wrapper.protocol.records import Member, MemberRecord, View
-from ft_wrapper.settings import Limits
+from ft_wrapper.settings import AllLimits
 from ft_wrapper.store import StoreMixin
 from ft_wrapper.testing import FakeStore
 
 TIMEOUT = 60.0
-SETTINGS = Limits(
+SETTINGS = AllLimits(
     monitor_process_interval=1.0,
     soft_timeout=100.0,
     hard_timeout=200.0,

@@ -21,7 +21,7 @@ from ft_wrapper.protocol import Agreement
 from ft_wrapper.protocol.keys import BEFORE_FIRST
 from ft_wrapper.protocol.operations import Heartbeat, Step
 from ft_wrapper.protocol.records import Member
-from ft_wrapper.settings import Limits
+from ft_wrapper.settings import AllLimits
 from ft_wrapper.store import StoreMixin
 from ft_wrapper.testing import FakeStore
 
@@ -49,8 +49,8 @@ class Unreliable(FakeStore):
 
 
 @pytest.fixture
-def settings() -> Limits:
-    return Limits(
+def settings() -> AllLimits:
+    return AllLimits(
         monitor_process_interval=1.0,
         soft_timeout=10.0,
         hard_timeout=20.0,
@@ -65,7 +65,7 @@ def settings() -> Limits:
 
 
 @contextlib.contextmanager
-def monitor(connect: Any, settings: Limits) -> Iterator[None]:
+def monitor(connect: Any, settings: AllLimits) -> Iterator[None]:
     """A monitor with a heart of its own."""
     with contextlib.closing(Heart(connect, str(MEMBER), settings)) as heart:
         watching = RankMonitor(FakeStore, MEMBER, mock.Mock(rank=None), 0, settings, heart)
@@ -73,7 +73,9 @@ def monitor(connect: Any, settings: Limits) -> Iterator[None]:
             yield
 
 
-def test_an_outage_is_told_once_and_its_end_once(settings: Limits, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_outage_is_told_once_and_its_end_once(
+    settings: AllLimits, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.WARNING)
     store = Unreliable()
     with monitor(lambda: store, settings):
@@ -84,7 +86,9 @@ def test_an_outage_is_told_once_and_its_end_once(settings: Limits, caplog: pytes
     ]
 
 
-def test_a_store_that_cannot_be_reached_at_first(settings: Limits, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_store_that_cannot_be_reached_at_first(
+    settings: AllLimits, caplog: pytest.LogCaptureFixture
+) -> None:
     store, tries = Unreliable(), 0
 
     def connect() -> StoreMixin:
@@ -108,7 +112,7 @@ class Leaving(CountedStore):
         return super().wait_for(key, seconds)
 
 
-def test_goodbyes_are_waited_for_without_reading_all_of_them_each_time(settings: Limits) -> None:
+def test_goodbyes_are_waited_for_without_reading_all_of_them_each_time(settings: AllLimits) -> None:
     number = 64
     store = Leaving()
     for slot in range(number):
@@ -127,7 +131,7 @@ def test_goodbyes_are_waited_for_without_reading_all_of_them_each_time(settings:
     assert reads["goodbyes"] == (number - 2) + 2  # said, and read
 
 
-def test_a_death_is_published_once_but_again_if_that_failed(settings: Limits) -> None:
+def test_a_death_is_published_once_but_again_if_that_failed(settings: AllLimits) -> None:
     store = FakeStore()
     heart = Heart(lambda: store, str(MEMBER), dataclasses.replace(settings, heartbeat_interval=5.0))
     memory = mock.Mock(active=True, rank=None, leave_requested=False)

@@ -31,7 +31,7 @@ from ft_wrapper.exception import JobAbort, RankDrained, RankShouldRestart, Resta
 from ft_wrapper.monitor import interrupt, safe_points
 from ft_wrapper.monitor.frames import current_exception, interruptions_unreported
 from ft_wrapper.monitor.interrupt import Interrupter
-from ft_wrapper.settings import Limits
+from ft_wrapper.settings import AllLimits
 
 LIMIT = 30.0
 
@@ -52,7 +52,7 @@ def quick_switches() -> Iterator[None]:
 
 @contextlib.contextmanager
 def installed(
-    resend_interval: float = interrupt.RESEND_INTERVAL, cleanup_timeout: float = Limits.cleanup_timeout
+    resend_interval: float = interrupt.RESEND_INTERVAL, cleanup_timeout: float = AllLimits.cleanup_timeout
 ) -> Iterator[Interrupter]:
     """An interrupter for the calling thread."""
     with pytest.MonkeyPatch.context() as patch:

@@ -13,10 +13,10 @@ from ft_wrapper.monitor import rank_monitor
 from ft_wrapper.monitor.rank_monitor import Pauses, RankMonitor
 from ft_wrapper.monitor.shared_memory import Phase
 from ft_wrapper.protocol.records import Member
-from ft_wrapper.settings import Limits
+from ft_wrapper.settings import AllLimits
 from ft_wrapper.testing import FakeStore
 
-SETTINGS = Limits(
+SETTINGS = AllLimits(
     monitor_process_interval=1.0,
     soft_timeout=10.0,
     hard_timeout=20.0,

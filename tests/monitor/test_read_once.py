@@ -13,7 +13,7 @@ from ft_wrapper.agent.rank_metrics import RankMetrics
 from ft_wrapper.monitor.rank_monitor import RankMonitor
 from ft_wrapper.monitor.shared_memory import _NO_STEP, Phase, RankMemory
 from ft_wrapper.protocol.records import Member
-from ft_wrapper.settings import Limits
+from ft_wrapper.settings import AllLimits
 from ft_wrapper.testing import FakeStore
 
 NOW = time.monotonic()
@@ -36,7 +36,7 @@ class Flickering(RankMemory):
 def test_a_rank_that_leaves_as_its_monitor_looks_is_not_ended() -> None:
     with contextlib.closing(Flickering()) as memory:
         memory.enter_phase(Phase.WATCHED)
-        monitor = RankMonitor(FakeStore, Member(0, 0), memory, os.getpid(), Limits(), mock.Mock())
+        monitor = RankMonitor(FakeStore, Member(0, 0), memory, os.getpid(), AllLimits(), mock.Mock())
         for _ in range(10):
             assert min(monitor._left(NOW)) > 0.0
         monitor.close()

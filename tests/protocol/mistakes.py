@@ -20,7 +20,7 @@ from ft_wrapper.protocol.operations import Append, Operations, ReadLog, Step, re
 from ft_wrapper.protocol.proposal import Candidates, Evidence, candidates
 from ft_wrapper.protocol.records import DONE, FAULT, Decision, Fault, Head, Member, View, roster_to_json
 from ft_wrapper.protocol.silence import HeartbeatObserver, Heartbeats
-from ft_wrapper.settings import Limits
+from ft_wrapper.settings import AllLimits
 from ft_wrapper.testing import Scheduler
 from ft_wrapper.testing.scheduler import Policy
 from tests.explorer.scenario import Connect, Disturbance, Scenario
@@ -201,7 +201,7 @@ class ReusedList(GlobalIteration):
 
 
 class LocalNumber(GlobalIteration):
-    def await_next(self, view: View, member: Member, limits: Limits, *more: Any) -> View | None:
+    def await_next(self, view: View, member: Member, limits: AllLimits, *more: Any) -> View | None:
         following = super().await_next(view, member, limits, *more)
         if following is not None:
             return following
@@ -232,7 +232,7 @@ class FromEmpty(GlobalIteration):
 
 class WaitsForTheNext(Joining):
     def await_entry(
-        self, member: Member, call: int, limits: Limits, patience: float, asked: int | None = None
+        self, member: Member, call: int, limits: AllLimits, patience: float, asked: int | None = None
     ) -> tuple[Entry, View]:
         view = self._current()
         observer = HeartbeatObserver(self.heartbeats, limits.heartbeat_timeout)
@@ -364,7 +364,7 @@ class SuspectsLoggedWatch(NeighbourWatch):
 
 
 class Unbounded(GlobalIteration):
-    def await_next(self, view: View, member: Member, limits: Limits, *more: Any) -> View | None:
+    def await_next(self, view: View, member: Member, limits: AllLimits, *more: Any) -> View | None:
         deadline = self.store.now() + limits.barrier_timeout
         while self.store.wait_for(keys.wake_head(view.n + 1), 1.0) is None:
             if self.read_head() == view.head:

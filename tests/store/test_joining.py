@@ -16,20 +16,20 @@ from ft_wrapper.protocol.joining import Entry
 from ft_wrapper.protocol.membership import Membership
 from ft_wrapper.protocol.records import DONE, FAULT, Decision, Member, View, record_of
 from ft_wrapper.rank_assignment import RankDiscarded
-from ft_wrapper.settings import Limits, OnJoin
+from ft_wrapper.settings import AllLimits, OnJoin
 from ft_wrapper.store import StoreMixin
 from ft_wrapper.testing import FakeStore
 
-LIMITS = Limits(
+LIMITS = AllLimits(
     barrier_timeout=60.0, heartbeat_timeout=10.0, completion_timeout=60.0, use_global_iteration=True
 )
 
 
 def terms(
     on_join: str, join_window: float, heartbeat_timeout: float, patience: float
-) -> tuple[Limits, float]:
+) -> tuple[AllLimits, float]:
     """How a process joins."""
-    limits = Limits(
+    limits = AllLimits(
         on_join=OnJoin(on_join),
         join_window=join_window,
         heartbeat_timeout=heartbeat_timeout,
@@ -242,7 +242,7 @@ def await_next(
     on_missing: OnMissing | None = None,
 ) -> View | None:
     Agreement(store).iterations.arrive(view, member, view.members.index(member), len(view.members))
-    limits = Limits(heartbeat_timeout=10.0, barrier_timeout=timeout, rejoin_wait=rejoin_wait)
+    limits = AllLimits(heartbeat_timeout=10.0, barrier_timeout=timeout, rejoin_wait=rejoin_wait)
     return Agreement(store).iterations.await_next(view, member, limits, on_missing=on_missing)
 
 
@@ -383,7 +383,7 @@ def test_another_version_is_refused(job_store: StoreMixin) -> None:
     job_store.set(keys.VERSION, "0")
     before = job_store.list_keys()
     with pytest.raises(StoreError, match="version 0 of the keys, this process version 1"):
-        Membership(Agreement(job_store), 0, [0, 1], Limits()).register()
+        Membership(Agreement(job_store), 0, [0, 1], AllLimits()).register()
     assert job_store.list_keys() == before
 
 

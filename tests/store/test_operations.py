@@ -13,7 +13,7 @@ from torch.distributed import DistStoreError
 
 from ft_wrapper.protocol import Agreement
 from ft_wrapper.protocol.operations import Append, Write, read, read_log
-from ft_wrapper.settings import Limits
+from ft_wrapper.settings import AllLimits
 from ft_wrapper.store import FileStore, PrefixStore, StoreMixin
 from ft_wrapper.testing import FakeStore
 
@@ -195,7 +195,7 @@ def test_protocol_on_every_store(store: StoreMixin) -> None:
             Agreement(client).ends.end_iteration(view.n, "fault")
         assert Agreement(client).ends.wait_for_end(view.n, 20.0) == "fault"
         Agreement(client).iterations.arrive(view, member, slot, 2)
-        limits = Limits(barrier_timeout=20.0, heartbeat_timeout=10.0)
+        limits = AllLimits(barrier_timeout=20.0, heartbeat_timeout=10.0)
         following = Agreement(client).iterations.await_next(view, member, limits)
         assert following is not None
         return following.n, len(following.members)
