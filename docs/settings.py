@@ -13,8 +13,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+from ft_wrapper import Limits, Wrapper
 from ft_wrapper.restart.settings import Settings
-from ft_wrapper.settings import AllLimits, about
+from ft_wrapper.settings import about
 
 PAGE = Path(__file__).parent / "usage.md"
 BEGIN, END = "<!-- made by docs/settings.py -->\n", "<!-- to here -->\n"
@@ -22,23 +23,26 @@ HEAD = "| argument | default | the same on all ranks | meaning |\n| --- | --- | 
 
 
 def table() -> str:
-    """One line for each argument, the plug-ins first."""
-    known, meanings = about(Settings), {**_meanings(AllLimits), **_meanings(Settings)}
-    text = HEAD
-    for name in sorted(known, key=about(AllLimits).__contains__):
+    """One line for each argument, as the docstrings have them: those of `Wrapper`, then those of `Limits`."""
+    return f"{_rows(Wrapper, Settings)}\n`Limits` has:\n\n{_rows(Limits, Limits)}"
+
+
+def _rows(documented: type, fields: type) -> str:
+    text, known = HEAD, about(fields)
+    for name, meaning in _meanings(documented).items():
         cells = (
             f"`{name}`",
-            _shown(getattr(Settings, name), known[name].is_duration),
+            _shown(getattr(fields, name), known[name].is_duration),
             "yes" if known[name].is_shared else " ",
-            meanings[name].replace("``", "`"),
+            meaning.replace("``", "`"),
         )
         text += f"| {' | '.join(cells)} |\n"
     return text.replace("|   |", "| |")
 
 
-def _meanings(settings: type) -> dict[str, str]:
+def _meanings(documented: type) -> dict[str, str]:
     """What each setting means, by the docstring."""
-    text = inspect.cleandoc(settings.__doc__ or "").partition("Args:\n")[2]
+    text = inspect.cleandoc(documented.__doc__ or "").partition("Args:\n")[2].partition("\n\n")[0]
     found = re.findall(r"^    (\w+): (.*(?:\n        .*)*)", text, re.MULTILINE)
     return {name: " ".join(meaning.split()) for name, meaning in found}
 

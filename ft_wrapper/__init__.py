@@ -19,6 +19,7 @@ from .compose import Compose as Compose
 from .live import LiveState as LiveState
 from .log_lines import install as _install_log_handler
 from .restart.report import RestartReport as RestartReport
+from .restart.settings import Limits as Limits
 from .state import FrozenState as FrozenState
 from .state import Mode as Mode
 from .state import State as State

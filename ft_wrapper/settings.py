@@ -1,8 +1,9 @@
 """What users pass: how arguments are checked, and the wrapper's numbers and switches.
 
-A setting that is added to `AllLimits`, and to its docstring, is an argument of the wrapper, checked,
-documented, known to the monitor, and compared between the ranks if it says so. Plug-ins and the store are in
-`ft_wrapper.restart.settings`.
+A field of `MainLimits` is an argument of `Wrapper`, and a field of `RareLimits` one of `Limits`. Each is
+checked, known to the monitor, and compared between the ranks if it says so.
+
+Plug-ins and the store are in `ft_wrapper.restart.settings`.
 """
 
 import dataclasses
@@ -128,9 +129,7 @@ class Setting:
 
     def as_passed(self, value: object) -> object:
         """What is kept, as users write it."""
-        if self.is_duration:
-            return timedelta(seconds=cast(float, value))
-        return value.value if isinstance(value, OnJoin) else value
+        return timedelta(seconds=cast(float, value)) if self.is_duration else value
 
 
 Given = TypeVar("Given")
@@ -157,7 +156,7 @@ def settings(fields: type[Held]) -> type[Held]:
 
 
 def argument(default: Any, check: Callable[[str, Any], Any], *, is_shared: bool = False) -> Any:
-    """A field of `AllLimits` or of a class that extends it, with its default; see `Setting`."""
+    """A field of settings, with its default; see `Setting`."""
     return dataclasses.field(default=default, metadata={Setting: Setting(check, is_shared)})
 
 
@@ -178,46 +177,17 @@ _count = functools.partial(as_int, at_least=1)
 _count_or_none = functools.partial(as_limit, at_least=1)
 
 
-@settings
-class AllLimits:
-    """What the wrapper, the monitor and the protocol have to know. Plain data that goes through JSON.
+class Checked:
+    """Settings that check their fields when they are made."""
 
-    Args:
-        monitor_thread_interval: how late at most the monitor thread notices a missed event.
-        monitor_process_interval: how late at most the monitor does, whichever process it runs in.
-        heartbeat_interval: between two requests of a heart, which alternates between beating and checking.
-        progress_watchdog_interval: between two automatic time stamps of progress.
-        soft_timeout: without progress for this long, all ranks restart.
-        hard_timeout: without progress for this long, the process is terminated.
-        heartbeat_timeout: without a heartbeat for this long, a rank counts as lost.
-        barrier_timeout: how long a restart waits for ranks that are alive but do not arrive. Between two
-            wrapped calls it waits as long as they are alive, and logs that this often.
-        completion_timeout: how long a rank that has finished waits for the others before it causes a restart;
-            once in a call.
-        last_call_wait: how long to gather further faults before aborting.
-        termination_grace_time: from SIGTERM to SIGKILL.
-        cleanup_timeout: how long the clean-up of an interrupted function (``finally`` and ``except`` blocks,
-            a framework's teardown) may take before it is interrupted, too.
-        use_global_iteration: iteration numbers are unique for the whole life of the store.
-        active_world_size: how many ranks are active; the rest are hot spares. Short for a rank assignment.
-            When None, and without a ``rank_assignment``: what ``ftrun --active-world-size`` or
-            ``--spare-nodes`` says, or fewer while there are not enough ranks.
-        min_world_size: with fewer ranks than this the call fails instead of continuing.
-        on_join: what happens when a process joins the running job (which needs ``use_global_iteration``): it
-            waits for the ``next`` restart; or it ends the iteration if fewer ranks are active than there were
-            (``degraded``), or in any case (``now``).
-        join_window: how long joins are gathered before that; longer in a crash loop.
-        rejoin_wait: how long a restart waits for an announced replacement.
-        max_same_faults: the same fault this many times in a row ends the job with that error. The same means:
-            the same type, at the same line of your code, without progress before it: a ``ping()`` (behind the
-            begin of its first step, if the function tells steps), a second step, or a minute in the function.
-            From the second time on the ranks wait before they enter the function again: 0.5 s, and twice as
-            long each time, at most 10 s. None: the job never ends or slows down.
-        max_faults: a slot or host that causes this many restarts within ``fault_window`` is excluded: its
-            ranks leave and are not restarted; a spare takes over. Not if fewer than ``min_world_size`` ranks
-            would be left. None: no exclusion.
-        fault_window: how long a fault counts for that.
-    """
+    def __post_init__(self) -> None:
+        for name, known in about(type(self)).items():
+            object.__setattr__(self, name, known.check(name, getattr(self, name)))
+
+
+@settings
+class MainLimits(Checked):
+    """The plain data among the arguments of `Wrapper`, which documents them."""
 
     monitor_thread_interval: Seconds = _duration(1.0, "soft_timeout")
     monitor_process_interval: Seconds = _duration(1.0, "heartbeat_timeout", "soft_timeout")
@@ -230,22 +200,35 @@ class AllLimits:
     completion_timeout: Seconds = _duration(120.0, is_shared=True)
     last_call_wait: Seconds = _duration(0.0, from_zero=True)
     termination_grace_time: Seconds = _duration(5.0)
-    cleanup_timeout: Seconds = _duration(0.5, "hard_timeout")
     use_global_iteration: bool = argument(False, as_switch, is_shared=True)
     active_world_size: int | None = argument(None, _count_or_none, is_shared=True)
     min_world_size: int = argument(1, _count, is_shared=True)
+
+
+@settings
+class RareLimits(Checked):
+    """The plain data among the arguments of `Limits`, which documents them."""
+
+    cleanup_timeout: Seconds = _duration(0.5, "hard_timeout")
     on_join: Join = argument(OnJoin.DEGRADED, _as_on_join, is_shared=True)
     join_window: Seconds = _duration(1.0, is_shared=True, from_zero=True)
     rejoin_wait: Seconds = _duration(2.0, is_shared=True, from_zero=True)
     max_same_faults: int | None = argument(5, _count_or_none, is_shared=True)
     max_faults: int | None = argument(None, _count_or_none, is_shared=True)
     fault_window: Seconds = _duration(3600.0, is_shared=True)
-    # Whether an agent starts another process in place of this one. No argument: the agent says so.
-    replaced: bool = False
+    collect_garbage: bool = argument(True, as_switch)
+    keep_groups: bool = argument(False, as_switch, is_shared=True)
 
-    def __post_init__(self) -> None:
-        for name, known in about(type(self)).items():
-            object.__setattr__(self, name, known.check(name, getattr(self, name)))
+
+@settings
+class AllLimits(MainLimits, RareLimits):
+    """What the monitor and the protocol have to know of one call. Plain data that goes through JSON.
+
+    Args:
+        replaced: whether an agent starts another process in place of this one. The agent says so.
+    """
+
+    replaced: bool = False
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "AllLimits":
@@ -261,12 +244,7 @@ class AllLimits:
         return cls(**fields)
 
     @property
-    def limits(self) -> "AllLimits":
-        """These alone, of an object that has more."""
-        return AllLimits(**{one.name: getattr(self, one.name) for one in dataclasses.fields(AllLimits)})
-
-    @property
     def shared(self) -> dict[str, object]:
         """What must be the same on all ranks, as JSON has it."""
-        values = {name: getattr(self, name) for name, known in about(type(self)).items() if known.is_shared}
+        values = {name: getattr(self, name) for name, known in about(AllLimits).items() if known.is_shared}
         return {name: value.value if isinstance(value, OnJoin) else value for name, value in values.items()}

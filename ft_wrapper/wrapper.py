@@ -10,14 +10,14 @@ import types
 import typing
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 
 from . import _renamed, check
 from .attribution import InterruptionRecord, by_blame
 from .check.findings import WATCHDOG
-from .environment import ACTIVE_WORLD_SIZE_ENV, formation_size, launched_active_world_size
+from .environment import formation_size, launched_active_world_size
 from .exception import RankDrained, RestartAbort
 from .monitor import identity
 from .monitor.frames import drop_own_frames
@@ -25,8 +25,8 @@ from .monitor.shared_memory import RankMemory
 from .protocol.membership import Membership
 from .protocol.records import Member
 from .restart.call import Call
-from .restart.settings import Settings, check_together, default_assignment, name_of
-from .settings import AllLimits, about
+from .restart.settings import Limits, Settings, check_together, default_assignment, name_of
+from .settings import about
 from .state import FrozenState, Mode, State
 from .store import PrefixStore
 from .store.base import HoldingStore
@@ -43,8 +43,8 @@ _CHECKS_PATIENCE = 1.0  # seconds for which the end of a call waits for a lookup
 
 
 def _taking(settings: Callable[P, Settings]) -> Callable[[Any], Callable[Concatenate[Any, P], None]]:
-    """Shows type checkers and editors that a method takes the arguments of the settings."""
-    return lambda method: method
+    """Shows type checkers, editors and ``inspect.signature`` that a method takes the settings' arguments."""
+    return functools.wraps(settings.__init__, assigned=())
 
 
 class CallWrapper:
@@ -97,8 +97,9 @@ class CallWrapper:
     def process_group(self, backend: str = "gloo", **options: Any) -> Any:
         """Makes the default process group of the active ranks, in place of ``init_process_group``.
 
-        With ``Wrapper(keep_groups=True)`` a process makes it once. In later iterations the same object, and
-        what was built on it, gets the new peers. Make other groups and meshes again in each iteration.
+        Experimental: with ``Limits(keep_groups=True)`` a process makes it once. In later iterations the same
+        object, and what was built on it, gets the new peers. Make other groups and meshes again in each
+        iteration.
 
         Args:
             backend: as for ``init_process_group``.
@@ -193,6 +194,21 @@ def _leave() -> None:
     raise RankDrained
 
 
+# Arguments of Wrapper that are arguments of Limits now.
+_MOVED = {**{name: name for name in about(Limits)}, "unwind_grace": "cleanup_timeout"}
+
+
+def _with_limits(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments, with those in ``limits`` that have moved there."""
+    moved = {name: arguments.pop(name) for name in _MOVED if name in arguments}
+    for name in moved:
+        _renamed.warn(f"Wrapper({name}=)", f"Wrapper(limits=Limits({_MOVED[name]}=))", 4)
+    if (moved and "limits" in arguments) or moved.keys() >= {"unwind_grace", "cleanup_timeout"}:
+        raise TypeError(f"Wrapper: pass {moved} in limits= alone, by their new names")
+    given = Limits(**{_MOVED[name]: value for name, value in moved.items()})
+    return {"limits": given, **arguments}
+
+
 def _note_step(member: Membership | None, memory: RankMemory) -> None:
     if member is not None:
         member.emit("step", **memory.last_step())
@@ -204,6 +220,47 @@ class Wrapper:
     Use it as a decorator (bare, with ``()`` or with arguments) or call it on a function. On any fault all
     surviving ranks leave the function, abort their process groups, agree on who is left, take new ranks and
     enter the function again. Durations are ``timedelta`` or seconds.
+
+    Args:
+        use_global_iteration: iteration numbers are unique for the whole life of the store.
+        active_world_size: how many ranks are active; the rest are hot spares. Short for a rank assignment.
+            When None, and without a ``rank_assignment``: what ``ftrun --active-world-size`` or
+            ``--spare-nodes`` says, or fewer while there are not enough ranks.
+        min_world_size: with fewer ranks than this the call fails instead of continuing.
+        soft_timeout: without progress for this long, all ranks restart.
+        hard_timeout: without progress for this long, the process is terminated.
+        on_restart: called with a `RestartReport` on every rank, spares too, in each iteration but the call's
+            first, before the function is entered, and once all active ranks have arrived. An ``Exception``
+            that it raises is logged; a fault interrupts it as it interrupts the function; a hang in it counts
+            as a hang in the function.
+        rank_assignment: who gets which rank, and who is active; all ranks, shifted, when None.
+        health_check: run before the function, where raising is a fault; and after ``finalize``, where raising
+            ends this rank. A spare ends in both cases.
+        limits: what few jobs need: `Limits`.
+        enabled: False calls the function once, with a `CallWrapper` that watches and restarts nothing.
+        store_factory: makes the coordination store; ``ftrun``'s own store comes first.
+        store_kwargs: its arguments, ``host_name``, ``port`` and ``timeout`` for the TCPStore.
+        initialize: run on each rank before the function, in every iteration.
+        abort: run in another thread to free the function's thread from collectives. By default it
+            aborts torch's groups, then ends the function's child processes; `AbortTorchDistributed` does only
+            the first.
+        finalize: run on each rank once it has left the function after a fault.
+        completion: run once all ranks have finished.
+        terminate: run when this rank leaves the job.
+        heartbeat_timeout: without a heartbeat for this long, a rank counts as lost.
+        barrier_timeout: how long a restart waits for ranks that are alive but do not arrive. Between two
+            wrapped calls it waits as long as they are alive, and logs that this often.
+        completion_timeout: how long a rank that has finished waits for the others before it causes a restart;
+            once in a call.
+        last_call_wait: how long to gather further faults before aborting.
+        termination_grace_time: from SIGTERM to SIGKILL.
+        monitor_thread_interval: how late at most the monitor thread notices a missed event.
+        monitor_process_interval: how late at most the monitor does, whichever process it runs in.
+        heartbeat_interval: between two requests of a heart, which alternates between beating and checking.
+        progress_watchdog_interval: between two automatic time stamps of progress.
+        monitor_process_logfile: absolute path; ``{rank}`` is filled in. With this or the next one the rank
+            has its own monitor process, even if its agent would run the monitor.
+        monitor_process_pidfile: absolute path; ``{rank}`` is filled in.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -227,33 +284,23 @@ class Wrapper:
 
     @_taking(Settings)
     def __init__(self, **arguments: Any) -> None:
-        known = about(Settings)
-        if "unwind_grace" in arguments:
-            old, given = arguments.pop("unwind_grace"), arguments.get("cleanup_timeout")
-            taken = _renamed.take_argument("Wrapper", "unwind_grace", old, "cleanup_timeout", given)
-            arguments["cleanup_timeout"] = taken
-        for name in arguments:
-            if name not in known:
-                raise TypeError(f"Wrapper() got an unexpected keyword argument {name!r}")
-        settings = Settings(**arguments)
+        for name in arguments.keys() - about(Settings).keys() - _MOVED.keys():
+            raise TypeError(f"Wrapper() got an unexpected keyword argument {name!r}")
+        settings = Settings(**_with_limits(arguments))
         check_together(settings)
         if not torch.distributed.is_available():
             raise RuntimeError("torch was built without torch.distributed; install a build that has it")
-        for name, setting in known.items():
-            setattr(self, name, setting.as_passed(getattr(settings, name)))
-        active = settings.active_world_size
-        if active is None and settings.rank_assignment is None:
-            active = launched_active_world_size()
-        self.rank_assignment = settings.rank_assignment or default_assignment(active)
-        self.settings = dataclasses.replace(
-            settings, active_world_size=active, rank_assignment=self.rank_assignment
-        )
+        self.settings = settings
 
-    if TYPE_CHECKING:
-        __signature__: inspect.Signature
+    __new__.__wrapped__ = __init__  # type: ignore[attr-defined]  # for `inspect.signature`
 
-        def __getattr__(self, name: str) -> Any:
-            """Each argument, by its name; durations as ``timedelta``."""
+    def __getattr__(self, name: str) -> Any:
+        """Each argument, by its name; durations as ``timedelta``."""
+        known = about(Settings) | about(Limits)
+        if name not in known:
+            raise AttributeError(f"'Wrapper' object has no attribute {name!r}")
+        owner = self.settings.limits if name in about(Limits) else self.settings
+        return known[name].as_passed(getattr(owner, name))
 
     def __call__(self, function: F) -> F:
         """Wraps a function.
@@ -274,8 +321,10 @@ class Wrapper:
             if not self.enabled:
                 return _filled_in(function, parameter, Unwrapped(), args, kwargs)()
             state = self._check_environment()
+            settings = as_launched(self.settings, is_first=state.rank == 0)
+            state.use_global_iteration = settings.use_global_iteration
             plan = plan_store(self.store_factory, self.store_kwargs, self.barrier_timeout)
-            call = Call(self.settings, plan, state, name_of(function))
+            call = Call(settings, plan, state, name_of(function))
             error: BaseException | None = None
             checks, quiet = None, _quiet_watchdog()
             try:
@@ -302,14 +351,12 @@ class Wrapper:
         identity.check()
         state = State.from_env()
         formation_size(state.world_size)
-        state.use_global_iteration = self.use_global_iteration
-        for name in ("active_world_size", "min_world_size"):
-            value = getattr(self, name)
+        wanted = self.settings.active_world_size if launched_active_world_size() is None else None
+        for name, value in (("active_world_size", wanted), ("min_world_size", self.settings.min_world_size)):
             if value is not None and value > state.world_size:
                 raise ValueError(
                     f"{name}={value} is more than WORLD_SIZE={state.world_size}; start more ranks or lower it"
                 )
-        self._say_who_wins(state)
         if torch.distributed.is_initialized():
             raise ValueError(
                 "a process group is already initialized; call torch.distributed.destroy_process_group() "
@@ -318,31 +365,24 @@ class Wrapper:
             )
         return state
 
-    def _say_who_wins(self, state: State) -> None:
-        """What the code says goes before what ``ftrun`` was told; one rank says so, if that differs."""
-        launched = launched_active_world_size()
-        if state.rank != 0 or launched in (None, self.settings.active_world_size):
-            return
-        given = self.active_world_size
-        what = "a rank_assignment" if given is None else f"active_world_size={given}"
-        log.warning("ftrun's %s=%d does not count: the wrapper has %s", ACTIVE_WORLD_SIZE_ENV, launched, what)
 
+def as_launched(settings: Settings, *, is_first: bool) -> Settings:
+    """The settings of a call: ``ftrun --active-world-size`` replaces the code's, but no rank assignment.
 
-def _documented() -> tuple[str, inspect.Signature]:
-    """The wrapper's docstring and signature, with the arguments that `Settings` has; the plug-ins first."""
-    before, raises, after = inspect.cleandoc(Wrapper.__doc__ or "").partition("Raises:\n")
-    texts = [inspect.cleandoc(one.__doc__ or "").partition("Args:\n")[2] for one in (Settings, AllLimits)]
-    parameters = [
-        inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=known.as_passed(getattr(Settings, name))
-        )
-        for name, known in sorted(about(Settings).items(), key=lambda item: item[0] in about(AllLimits))
-    ]
-    text = [before + "Args:", *texts, "", raises + after]
-    return "\n".join(text), inspect.Signature(parameters)
-
-
-Wrapper.__doc__, Wrapper.__signature__ = _documented()
+    Args:
+        settings: as the code has them.
+        is_first: whether this is rank 0, which logs what does not count.
+    """
+    launched, active = launched_active_world_size(), settings.active_world_size
+    if launched is not None and is_first and settings.rank_assignment is not None:
+        log.warning("ftrun's active world size %d does not count: the code has a rank_assignment", launched)
+    elif launched is not None and is_first and active not in (None, launched):
+        log.warning("active_world_size=%d does not count: ftrun says %d", active, launched)
+    if settings.rank_assignment is not None:
+        return settings
+    active = launched or active
+    assignment = default_assignment(active)
+    return dataclasses.replace(settings, active_world_size=active, rank_assignment=assignment)
 
 
 def _begins_job(call: Call) -> bool:

@@ -28,7 +28,7 @@ from unittest.mock import Mock
 import pytest
 from torch.distributed.run import get_args_parser
 
-from ft_wrapper import RestartReport, Wrapper
+from ft_wrapper import Limits, RestartReport, Wrapper
 from ft_wrapper.agent.command_line import make_parser
 from ft_wrapper.protocol import keys
 
@@ -180,9 +180,10 @@ def test_table_of_settings_is_what_its_program_writes(monkeypatch: pytest.Monkey
     monkeypatch.delitem(sys.modules, "settings", raising=False)
     settings = importlib.import_module("settings")
     assert settings.on_page() == settings.table(), "run python docs/settings.py"
-    for name in inspect.signature(Wrapper).parameters:
-        assert f"| `{name}` |" in settings.on_page()
-        assert f"\n    {name}: " in (Wrapper.__doc__ or "")
+    for owner in (Wrapper, Limits):
+        for name in inspect.signature(owner).parameters:
+            assert f"| `{name}` |" in settings.on_page()
+            assert f"\n        {name}: " in (owner.__doc__ or "")
 
 
 # The recipes for on_restart --------------------------------------------------------------------------------

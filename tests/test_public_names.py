@@ -9,8 +9,8 @@ import pytest
 
 NAMES = {
     "": (
-        "Wrapper CallWrapper Compose State FrozenState Mode Leak find_leaks Leftover leftovers RestartReport "
-        "store"
+        "Wrapper CallWrapper Limits Compose State FrozenState Mode Leak find_leaks Leftover leftovers "
+        "RestartReport store"
     ),
     "initialize": "Initialize RetryController",
     "abort": "Abort AbortTorchDistributed AbortTransformerEngine AbortProcesses",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ft_wrapper import RestartReport, Wrapper, events, exception
+from ft_wrapper import Limits, RestartReport, Wrapper, events, exception
 from ft_wrapper.restart import report as reports
 
 REPORT = RestartReport(
@@ -40,15 +40,19 @@ def test_an_old_name_gives_what_the_new_one_does(owner: object, old: str, new: s
         assert getattr(owner, old) is getattr(owner, new)
 
 
-def test_an_old_argument_is_taken_as_the_new_one() -> None:
-    with pytest.warns(DeprecationWarning, match="cleanup_timeout=") as warned:
-        assert Wrapper(unwind_grace=3.0).settings.cleanup_timeout == 3.0
+@pytest.mark.parametrize(
+    ("old", "new", "value"), [("unwind_grace", "cleanup_timeout", 3.0), ("max_faults", "max_faults", 3)]
+)
+def test_an_argument_that_has_moved_is_taken_as_one_of_the_limits(old: str, new: str, value: object) -> None:
+    with pytest.warns(DeprecationWarning, match=rf"limits=Limits\({new}=\)") as warned:
+        assert getattr(Wrapper(**{old: value}).limits, new) == value
     assert warned[0].filename == __file__
 
 
-def test_both_at_once_are_refused() -> None:
-    with pytest.raises(TypeError, match="unwind_grace=3"), pytest.warns(DeprecationWarning):
-        Wrapper(unwind_grace=3, cleanup_timeout=3)
+@pytest.mark.parametrize("other", [{"cleanup_timeout": 3}, {"limits": Limits(max_faults=3)}])
+def test_both_at_once_are_refused(other: dict[str, object]) -> None:
+    with pytest.raises(TypeError, match="'unwind_grace': 3"), pytest.warns(DeprecationWarning):
+        Wrapper(**{"unwind_grace": 3, **other})
 
 
 def test_a_name_that_never_was_is_none() -> None:

@@ -135,7 +135,7 @@ class LiveState:
     def data_parallel(self, name: str = "model", **options: Any) -> DistributedDataParallel:
         """A module of the state in ``DistributedDataParallel``, over the default process group.
 
-        With ``Wrapper(keep_groups=True)``, `CallWrapper.process_group` and ``find_unused_parameters=True`` it
+        With ``Limits(keep_groups=True)``, `CallWrapper.process_group` and ``find_unused_parameters=True`` it
         is made once in a process; later iterations use the same object, with their new peers. Otherwise each
         iteration makes a new one.
 

@@ -211,7 +211,7 @@ class Call(RestartedProcess):
     def _note_exit(self, caught: BaseException) -> None:
         """Notes a fault by which this rank leaves the job."""
         self._count(caught)
-        run, member, limit = self._current, self.own.member, self.settings.max_same_faults
+        run, member, limit = self._current, self.own.member, self.settings.limits.max_same_faults
         member.left_by = run.fault or ""
         if run.is_last:
             worst = SameFault(member.left_by, limit or 0, member.member)
@@ -219,7 +219,7 @@ class Call(RestartedProcess):
             log.error("the job ends: %s", member.ended_job)
 
     def _count(self, error: BaseException) -> None:
-        self._current.count(error, self.own.member.view, self.settings.max_same_faults)
+        self._current.count(error, self.own.member.view, self.settings.limits.max_same_faults)
 
     def note_progress(self) -> None:
         """Notes whether the function has made progress, before its stamps are reset."""
@@ -255,7 +255,7 @@ class Call(RestartedProcess):
 
     def _warm_up(self) -> None:
         """Warms a spare up: it has nothing else to do until the iteration ends."""
-        watch, users = self._current.watch, self.settings.warm_up
+        watch, users = self._current.watch, self.settings.limits.warm_up
         assert watch is not None
         if users is False:
             return
@@ -266,7 +266,7 @@ class Call(RestartedProcess):
         if watch.over.is_set():
             return
         warm_up.warm_up(users, lambda: self.own.interrupter.requested)
-        if self.settings.collect_garbage:
+        if self.settings.limits.collect_garbage:
             caches.collect_garbage("warm-up")
 
     def _run_check(self, check: StatePlugIn | None) -> None:
@@ -334,7 +334,7 @@ class Call(RestartedProcess):
     def reset_process(self) -> None:
         self._restore()
         self.own.exit_watch.note()
-        if self.settings.collect_garbage:
+        if self.settings.limits.collect_garbage:
             caches.collect_garbage("restart")
             self.services.tracker.warn()  # without a collection, FSDP2's models are all alive
         if self._current.is_out_of_memory:

@@ -140,7 +140,7 @@ class Resources:
             limits = self._hold_monitor(owned, slot)
             store = self._hold_clients(owned)
             self._hold_main_thread(owned)
-            terms = {"function": cut(function_name, IN_LINE), "formation_size": size, **settings.shared}
+            terms = {"function": cut(function_name, IN_LINE), "formation_size": size, **settings.terms}
             self.member = Membership(
                 Agreement(store),
                 slot,
@@ -204,7 +204,7 @@ class Resources:
 
     def _hold_monitor(self, owned: contextlib.ExitStack, slot: int) -> AllLimits:
         """Who watches this rank; gives the limits, which the monitor completes."""
-        limits = self.settings.limits
+        limits = self.settings.all_limits
         self.monitor = self._find_monitor(limits, slot)
         owned.push(self._end_monitor)
         owned.enter_context(protect_processes(self.monitor.pid))
@@ -225,7 +225,7 @@ class Resources:
 
     def _hold_main_thread(self, owned: contextlib.ExitStack) -> None:
         """What interrupts the function's thread, and says that it makes progress."""
-        self.interrupter = interrupt.Interrupter(self.settings.cleanup_timeout)
+        self.interrupter = interrupt.Interrupter(self.settings.limits.cleanup_timeout)
         owned.callback(self.interrupter.close)
         self.signals.note()  # with the interrupter's
         owned.callback(self.signals.put_back)
@@ -282,7 +282,7 @@ class Resources:
         if remembered.member is None or remembered.view is None or self.plan.port is not None:
             member.register()
             warm_up.make_context_early(member.agreement.store, member.member.incarnation)
-            if self.settings.collect_garbage:
+            if self.settings.limits.collect_garbage:
                 self.memory.enter_phase(shared_memory.Phase.WATCHED)
                 caches.collect_garbage("call")
             with self.waiting:

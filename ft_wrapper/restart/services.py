@@ -42,7 +42,7 @@ class Services:
         self.settings, self.store = own.settings, own.member.agreement.store
         self.atomic = own.interrupter.atomic
         self.emit, self.has_failed = own.member.emit, own.member.has_failed
-        self.group = KeptGroup(own.settings.keep_groups)
+        self.group = KeptGroup(own.settings.limits.keep_groups)
         self.tracker = begin_tracking()
         self.kept: dict[str, Any] = {}
         self.at_end = contextlib.ExitStack()

@@ -1,4 +1,4 @@
-"""The settings of one wrapped call: the plug-ins, the store and the files, beside the `AllLimits`."""
+"""The settings of one wrapped call: the plug-ins, the store, the files, the limits."""
 
 import functools
 import inspect
@@ -14,96 +14,97 @@ from ..finalize import Finalize
 from ..health_check import HealthCheck
 from ..initialize import Initialize
 from ..rank_assignment import ActivateAllRanks, MaxActiveWorldSize, RankAssignment, RankPlugIn, ShiftRanks
-from ..settings import AllLimits, about, argument, as_switch, settings
+from ..settings import AllLimits, MainLimits, RareLimits, about, argument, as_switch, settings
 from ..store import StoreMixin, TCPStore, without_password
 from ..terminate import Terminate
 from .report import RestartReport
 
 
-def _check_factory(name: str, value: Any) -> Any:
-    if not callable(value):
-        raise TypeError(f"{name}={value!r} must be callable, ft_wrapper.store.TCPStore for instance")
-    return value
-
-
-def _check_kind(name: str, value: Any, kind: type, words: str) -> Any:
-    if value is not None and not isinstance(value, kind):
-        raise TypeError(f"{name}={value!r} must be None or {words}")
+def _check_kind(name: str, value: Any, kind: Any, words: str) -> Any:
+    if not isinstance(value, kind):
+        raise TypeError(f"{name}={value!r} must be {words}")
     return value
 
 
 def _check_path(name: str, value: Any) -> str | None:
-    path: str | None = _check_kind(name, value, str, "a string")
+    path: str | None = _check_kind(name, value, str | None, "None or a string")
     if path is not None and not pathlib.Path(path).is_absolute():
         raise ValueError(f"{name}={value!r} must be an absolute path; {{rank}} in it is filled in")
     return path
 
 
-def _check_function(name: str, value: Any, words: str, *arguments: object) -> Any:
+def _check_function(name: str, value: Any, words: str, takes: tuple[object, ...] = ()) -> Any:
     """Checks what is to be called with some arguments, or is None."""
     if value is not None:
-        wrong = f"{name}={value!r} must be None{words}"
-        if not callable(value):
-            raise TypeError(wrong)
-        check_arguments(wrong, value, *arguments)
+        _check_kind(name, value, Callable, words)
+        check_arguments(f"{name}={value!r} must be {words}", value, *takes)
     return value
 
 
 def _check_warm_up(name: str, value: Any) -> Any:
-    words = ", False or a function that needs no arguments"
+    words = "None, False or a function that needs no arguments"
     return value if value is False else _check_function(name, value, words)
-
-
-def _check_on_restart(name: str, value: Any) -> Any:
-    return _check_function(name, value, " or a function of one argument, the RestartReport", None)
 
 
 def _plug_in(kind: type, default: object = None, *, is_shared: bool = False) -> Any:
     return argument(default, functools.partial(check_plug_in, kind=kind), is_shared=is_shared)
 
 
-_mapping = functools.partial(_check_kind, kind=Mapping, words="a dict of arguments for store_factory")
+_mapping = functools.partial(_check_kind, kind=Mapping | None, words="None or a dict for store_factory")
+_factory = functools.partial(_check_kind, kind=Callable, words="callable, such as store.TCPStore")
+_words = "None or a function of one argument, the RestartReport"
+_on_restart = functools.partial(_check_function, words=_words, takes=(None,))
 
 
 @settings
-class Settings(AllLimits):
-    """All that a wrapped call is told by its `Wrapper`.
+class Limits(RareLimits):
+    """The arguments of `Wrapper` that few jobs need: ``Wrapper(limits=Limits(max_faults=3))``.
 
     Args:
-        store_factory: makes the coordination store; ``ftrun``'s own store comes first.
-        store_kwargs: its arguments, ``host_name``, ``port`` and ``timeout`` for the TCPStore.
-        initialize: run on each rank before the function, in every iteration.
-        abort: run in another thread to free the function's thread from collectives. By default it
-            aborts torch's groups, then ends the function's child processes; `AbortTorchDistributed` does only
-            the first.
-        finalize: run on each rank once it has left the function after a fault.
-        health_check: run before the function, where raising is a fault; and after ``finalize``, where raising
-            ends this rank. A spare ends in both cases.
-        completion: run once all ranks have finished.
-        terminate: run when this rank leaves the job.
-        rank_assignment: who gets which rank, and who is active; all ranks, shifted, when None.
-        monitor_process_logfile: absolute path; ``{rank}`` is filled in. With this or the next one the rank
-            has its own monitor process, even if its agent would run the monitor.
-        monitor_process_pidfile: absolute path; ``{rank}`` is filled in.
-        enabled: False calls the function once, with a `CallWrapper` that watches and restarts nothing.
+        cleanup_timeout: how long the clean-up of an interrupted function (``finally`` and ``except`` blocks,
+            a framework's teardown) may take before it is interrupted, too.
+        on_join: what happens when a process joins the running job (which needs ``rejoin``): it waits for the
+            ``next`` restart; or it ends the iteration if fewer ranks are active than there were
+            (``degraded``), or in any case (``now``).
+        join_window: how long joins are gathered before that; longer in a crash loop.
+        rejoin_wait: how long a restart waits for an announced replacement.
+        max_same_faults: the same fault this many times in a row ends the job with that error. The same means:
+            the same type, at the same line of your code, without progress before it: a ``ping()`` (behind the
+            begin of its first step, if the function tells steps), a second step, or a minute in the function.
+            From the second time on the ranks wait before they enter the function again: 0.5 s, and twice as
+            long each time, at most 10 s. None: the job never ends or slows down.
+        max_faults: a slot or host that causes this many restarts within ``fault_window`` is excluded: its
+            ranks leave and are not restarted; a spare takes over. Not if fewer than ``min_world_size`` ranks
+            would be left. None: no exclusion.
+        fault_window: how long a fault counts for that.
         collect_garbage: run Python's garbage collector between iterations, while this rank waits for the
             others, so that old models in reference cycles are freed before new ones are made. At the first
             call and the first restart what is left is frozen (``gc.freeze``), which makes it cheap.
-        keep_groups: ``call_wrapper.process_group()`` makes one default group, which survives restarts and
-            gets its new peers, with torch >= 2.15 and a backend that can. Otherwise each iteration makes a
-            new one.
+        keep_groups: experimental. ``call_wrapper.process_group()`` makes one default group, which survives
+            restarts and gets its new peers, with torch >= 2.15 and a backend that can. Otherwise each
+            iteration makes a new one.
         warm_up: run without arguments on each spare while it waits, once in a process: for work that would
             slow down its first step (caches, kernels, files). No collectives, because no other rank takes
             part. Before it, and also when None, a spare does what torch leaves to the first step. If the
             spare is needed, it is interrupted, and starts again at the next wait; what it raises is logged,
             and the spare keeps waiting. False: no warming up.
-        on_restart: called with a `RestartReport` on every rank, spares too, in each iteration but the call's
-            first, before the function is entered, and once all active ranks have arrived. An ``Exception``
-            that it raises is logged; a fault interrupts it as it interrupts the function; a hang in it counts
-            as a hang in the function.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: it has a wrong value.
     """
 
-    store_factory: Callable[..., StoreMixin] = argument(TCPStore, _check_factory)
+    warm_up: Callable[[], object] | Literal[False] | None = argument(None, _check_warm_up)
+
+
+_check_limits = functools.partial(_check_kind, kind=Limits, words="ft_wrapper.Limits(...)")
+
+
+@settings
+class Settings(MainLimits):
+    """The arguments of `Wrapper`, which documents them."""
+
+    store_factory: Callable[..., StoreMixin] = argument(TCPStore, _factory)
     store_kwargs: Mapping[str, Any] | None = argument(None, _mapping)
     initialize: StatePlugIn | None = _plug_in(Initialize)
     abort: StatePlugIn | None = _plug_in(Abort, Compose(AbortProcesses(), AbortTorchDistributed()))
@@ -115,15 +116,19 @@ class Settings(AllLimits):
     monitor_process_logfile: str | None = argument(None, _check_path)
     monitor_process_pidfile: str | None = argument(None, _check_path)
     enabled: bool = argument(True, as_switch)
-    collect_garbage: bool = argument(True, as_switch)
-    keep_groups: bool = argument(False, as_switch, is_shared=True)
-    warm_up: Callable[[], object] | Literal[False] | None = argument(None, _check_warm_up)
-    on_restart: Callable[[RestartReport], object] | None = argument(None, _check_on_restart)
+    on_restart: Callable[[RestartReport], object] | None = argument(None, _on_restart)
+    limits: Limits = argument(Limits(), _check_limits)
 
     @property
-    def shared(self) -> dict[str, object]:
+    def all_limits(self) -> AllLimits:
+        """What of these the monitor and the protocol have to know."""
+        main = {name: getattr(self, name) for name in about(MainLimits)}
+        return AllLimits(**main, **{name: getattr(self.limits, name) for name in about(RareLimits)})
+
+    @property
+    def terms(self) -> dict[str, object]:
         """What must be the same on all ranks, as JSON has it."""
-        return {**super().shared, "rank_assignment": _outline(self.rank_assignment)}
+        return {**self.all_limits.shared, "rank_assignment": _outline(self.rank_assignment)}
 
 
 def check_together(settings: Settings) -> None:
@@ -133,10 +138,11 @@ def check_together(settings: Settings) -> None:
         TypeError: ``store_kwargs`` do not fit ``store_factory``.
         ValueError: durations contradict each other, or who is active is said in two ways.
     """
-    for name, known in about(Settings).items():
+    limits = settings.all_limits
+    for name, known in about(AllLimits).items():
         for longer in known.shorter_than:
-            if not getattr(settings, name) < getattr(settings, longer):
-                durations = [timedelta(seconds=getattr(settings, one)) for one in (name, longer)]
+            if not getattr(limits, name) < getattr(limits, longer):
+                durations = [timedelta(seconds=getattr(limits, one)) for one in (name, longer)]
                 raise ValueError(f"{name}={durations[0]} must be shorter than {longer}={durations[1]}")
     if settings.active_world_size is not None and settings.rank_assignment is not None:
         raise ValueError(

@@ -53,7 +53,7 @@ def find_leaks() -> list[Leak]:
     """Finds objects of earlier iterations that are still alive, and what holds them.
 
     It looks for meshes (``DeviceMesh``), process groups, and modules in ``DistributedDataParallel``, FSDP1 or
-    FSDP2. Process groups kept by ``Wrapper(keep_groups=True)`` and objects that a `LiveState` holds do not
+    FSDP2. Process groups kept by ``Limits(keep_groups=True)`` and objects that a `LiveState` holds do not
     count. In a test, call it in the wrapped function, after a restart. It waits for process groups that end
     in the background, at most 10 s.
 

@@ -728,7 +728,7 @@ BELOW_A_SHELL = """
     with contextlib.closing(RankMemory()) as memory:
         memory.lock_life()
         plan = announced_plan(os.environ["FT_WRAPPER_STORE"], 20.0)
-        line, _ = ask_agent(Wrapper().settings.limits, plan, memory, lambda: None)
+        line, _ = ask_agent(Wrapper().settings.all_limits, plan, memory, lambda: None)
         beside.append(train())
         line.close(20.0)
     beside.append(train())

@@ -7,6 +7,7 @@ import re
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from agent_job import FtRun, await_that
@@ -14,17 +15,18 @@ from test_nodes import CONF, Cluster, lose, pids_of
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.run import get_args_parser
 
-from ft_wrapper import Wrapper
+from ft_wrapper import Compose, Wrapper
 from ft_wrapper.agent.command_line import make_parser
 from ft_wrapper.agent.nodes import alone
 from ft_wrapper.agent.options import Options, parse_args
 from ft_wrapper.agent.outputs import Logs
 from ft_wrapper.agent.process import Job
 from ft_wrapper.cli.meeting import meet
-from ft_wrapper.rank_assignment import ActivateAllRanks, MaxActiveWorldSize
+from ft_wrapper.rank_assignment import MaxActiveWorldSize, ShiftRanks
 from ft_wrapper.rendezvous.settings import Identity, RendezvousSettings, read_parameters
 from ft_wrapper.run import main
 from ft_wrapper.testing.etcd_server import free_port
+from ft_wrapper.wrapper import as_launched
 
 STATIC = ("--nnodes", "2", "--master-addr", "head", "--master-port", "29501")
 MEET = ("--nnodes", "2", "--rdzv-endpoint", "head:29400")
@@ -352,25 +354,33 @@ def test_virtual_local_rank(monkeypatch: pytest.MonkeyPatch, visible: str | None
     assert "CUDA_VISIBLE_DEVICES" not in plain
 
 
-def test_the_wrapper_takes_what_ftrun_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def limit(wrapper: Wrapper) -> int | None:
-        (found,) = (part for part in wrapper.rank_assignment.parts if hasattr(part, "max_active_world_size"))
-        return int(found.max_active_world_size)
+def test_the_command_line_wins_over_the_code(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def active(wrapper: Wrapper, is_first: bool = True) -> Any:
+        settings = as_launched(wrapper.settings, is_first=is_first)
+        limits = (getattr(part, "max_active_world_size", None) for part in settings.rank_assignment.parts)
+        return settings.terms["active_world_size"], *filter(None, limits)
 
+    def warned() -> list[str]:
+        lines = [record.getMessage() for record in caplog.records]
+        caplog.clear()
+        return lines
+
+    assert active(Wrapper()) == (None,)
+    assert active(Wrapper(active_world_size=2)) == (2, 2)
     monkeypatch.setenv("FT_WRAPPER_ACTIVE_WORLD_SIZE", "3")
-    assert limit(Wrapper()) == 3
-    assert Wrapper().settings.shared["active_world_size"] == 3
-    assert limit(Wrapper(active_world_size=2)) == 2
-    assert Wrapper(active_world_size=2).settings.shared["active_world_size"] == 2
-    own = MaxActiveWorldSize(1)
-    assert Wrapper(rank_assignment=own).rank_assignment is own
-    assert Wrapper(rank_assignment=own).settings.shared["active_world_size"] is None
+    assert active(Wrapper()) == active(Wrapper(active_world_size=3)) == (3, 3)
+    assert active(Wrapper(active_world_size=2), is_first=False) == (3, 3)
+    assert not warned()
+    assert active(Wrapper(active_world_size=2)) == (3, 3)
+    assert warned() == ["active_world_size=2 does not count: ftrun says 3"]
+    assert active(Wrapper(rank_assignment=Compose(MaxActiveWorldSize(1), ShiftRanks()))) == (None, 1)
+    assert warned() == ["ftrun's active world size 3 does not count: the code has a rank_assignment"]
     for bad in ("0", "-1", "two", ""):
         monkeypatch.setenv("FT_WRAPPER_ACTIVE_WORLD_SIZE", bad)
         with pytest.raises(ValueError, match=re.escape(f"FT_WRAPPER_ACTIVE_WORLD_SIZE={bad!r}")):
-            Wrapper()
-    monkeypatch.delenv("FT_WRAPPER_ACTIVE_WORLD_SIZE")
-    assert any(isinstance(part, ActivateAllRanks) for part in Wrapper().rank_assignment.parts)
+            active(Wrapper())
 
 
 # Log files ---------------------------------------------------------------------------------------------

@@ -168,7 +168,7 @@ ASKS = """
     from ft_wrapper.monitor.shared_memory import RankMemory
     from ft_wrapper.store.plan import announced_plan
 
-    limits = Wrapper(use_global_iteration=True).settings.limits
+    limits = Wrapper(use_global_iteration=True).settings.all_limits
     plan = announced_plan(os.environ["FT_WRAPPER_STORE"], 20.0)
     _, replaced = ask_agent(limits, plan, RankMemory(), print, watch=False)
     print("replaced:", replaced, flush=True)

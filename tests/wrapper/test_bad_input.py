@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import os
 import resource
 import socket
@@ -18,7 +19,7 @@ import pytest
 import torch
 from rank_harness import SETTINGS, Job, Rank
 
-from ft_wrapper import CallWrapper, Compose, Wrapper
+from ft_wrapper import CallWrapper, Compose, Limits, Wrapper
 from ft_wrapper.abort import AbortTorchDistributed
 from ft_wrapper.rank_assignment import ActivateAllRanks, ShiftRanks
 from ft_wrapper.store import FileStore
@@ -72,6 +73,7 @@ WRONG_TYPES: list[tuple[str, Any]] = [
     ("warm_up", True),
     ("warm_up", "torch"),
     ("warm_up", lambda state: state),
+    ("limits", None),
 ]
 
 WRONG_VALUES: list[tuple[str, Any]] = [
@@ -87,10 +89,15 @@ WRONG_VALUES: list[tuple[str, Any]] = [
 ]
 
 
+def pass_one(name: str, value: Any) -> None:
+    owner = Limits if name in inspect.signature(Limits).parameters else Wrapper
+    owner(**{name: value})
+
+
 @pytest.mark.parametrize(("name", "value"), WRONG_TYPES)
 def test_a_wrong_type_is_named(name: str, value: Any) -> None:
     with pytest.raises(TypeError) as caught:
-        Wrapper(**{name: value})
+        pass_one(name, value)
     assert f"{name}={value!r}" in str(caught.value)
     assert "must be" in str(caught.value)
 
@@ -98,7 +105,7 @@ def test_a_wrong_type_is_named(name: str, value: Any) -> None:
 @pytest.mark.parametrize(("name", "value"), WRONG_VALUES)
 def test_a_wrong_value_is_named(name: str, value: Any) -> None:
     with pytest.raises(ValueError) as caught:
-        Wrapper(**{name: value})
+        pass_one(name, value)
     assert name in str(caught.value)
     assert repr(value) in str(caught.value) or str(value) in str(caught.value)
     assert "must be" in str(caught.value)
@@ -238,12 +245,13 @@ def test_what_cannot_be_called_is_refused() -> None:
 
 LONG = """
 from datetime import timedelta
-from ft_wrapper import Wrapper
+from ft_wrapper import Limits, Wrapper
 
 year = timedelta(days=365)
 
 @Wrapper(barrier_timeout=3 * year, hard_timeout=2 * year, soft_timeout=year, heartbeat_timeout=year,
-         completion_timeout=year, termination_grace_time=year, rejoin_wait=year, fault_window=year)
+         completion_timeout=year, termination_grace_time=year,
+         limits=Limits(rejoin_wait=year, fault_window=year))
 def train():
     return "returned"
 

@@ -23,7 +23,7 @@ follow_imports = skip
 PROGRAM = """
 from datetime import timedelta
 
-from ft_wrapper import Compose, Wrapper
+from ft_wrapper import Compose, Limits, Wrapper
 from ft_wrapper.abort import AbortTorchDistributed
 from ft_wrapper.rank_assignment import ActivateAllRanks, ShiftRanks
 from ft_wrapper.state import FrozenState
@@ -31,7 +31,8 @@ from ft_wrapper.state import FrozenState
 def note(state: FrozenState) -> FrozenState:
     return state
 
-@Wrapper(soft_timeout=timedelta(seconds=3), hard_timeout=5, on_join="now", max_same_faults=None,
+@Wrapper(soft_timeout=timedelta(seconds=3), hard_timeout=5,
+         limits=Limits(on_join="now", max_same_faults=None),
          rank_assignment=Compose(ActivateAllRanks(), ShiftRanks()), finalize=lambda state: None,
          abort=Compose(note, AbortTorchDistributed()))
 def train(steps: int) -> str:
@@ -42,6 +43,9 @@ train("five")
 Wrapper(soft_timout=3)
 Wrapper(soft_timeout="3")
 Wrapper(abort=ShiftRanks())
+Wrapper(on_join="now")
+Limits(soft_timeout=3)
+Limits(join_window="3")
 """
 
 
@@ -58,6 +62,9 @@ def test_wrong_arguments_are_found(tmp_path: Path) -> None:
         "soft_timout",
         '"soft_timeout" to "Wrapper"',
         '"abort" to',
+        'keyword argument "on_join"',
+        'keyword argument "soft_timeout"',
+        '"join_window" to',
     )
     for error, text in zip(errors, expected, strict=True):
         assert text in error
