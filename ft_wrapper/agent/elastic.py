@@ -29,7 +29,7 @@ from torch.distributed.elastic.events.api import Event
 from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from . import call_function, classic_nodes, health, loop
+from . import health, loop
 from .group import Counts as Counts
 from .group import Group, process_failures, state_of
 from .nodes import EXIT_BARRIER_TIMEOUT, End, Nodes, Round, Workers, run_rounds
@@ -39,6 +39,7 @@ from .policy import RANK_RESTARTS, RestartPolicy
 from .policy import Policy as Policy
 from .process import LOCAL_RANK, Job, Program, program_of, python_program
 from .signals import SHUTDOWN_TIMEOUT, SIGNALS, Inbox, SignalQueue, What, queued, signal_name
+from .torch_api import call_function, classic_nodes
 from .torch_api.timers import watchdog
 
 log = logging.getLogger(__name__)

@@ -9,12 +9,13 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from ..agent import classic_nodes, ft_nodes
+from ..agent import ft_nodes
 from ..agent.elastic import WorkerSpec
 from ..agent.nodes import Nodes
 from ..agent.one_node import OneNode
 from ..agent.options import Options
 from ..agent.policy import Policy
+from ..agent.torch_api import classic_nodes
 from ..rendezvous.backends import DEFAULT_PORT, make_backend
 from ..rendezvous.settings import ETCD_NAMES, NAME, read_parameters
 from ..store.address import address_of_this_node, is_this_host, loopback
@@ -30,9 +31,8 @@ def meet(options: Options) -> Nodes:
     """
     parameters = options.rendezvous
     if parameters is None:
-        address = _address_alone(options.address)
-        check = options.node_check
-        return OneNode(options.nproc_per_node, address, options.port, role=options.role, check=check)
+        at, check = (_address_alone(options.address), options.port), options.node_check
+        return OneNode(options.nproc_per_node, *at, role=options.role, check=check)
     if parameters.backend in (NAME, *ETCD_NAMES):
         return _ft(options, parameters)
     return _classic(options, parameters)

@@ -1,4 +1,4 @@
-"""Workers that call a function: what ``python -m ft_wrapper.agent.call_function FOLDER RANK`` runs.
+"""Workers that call a function: what ``python -m ft_wrapper.agent.torch_api.call_function FOLDER RANK`` runs.
 
 A function is sent as `multiprocessing` with ``spawn`` does it: by its module's name, with the search path and
 the main module of the process that sends it. What it returns comes back in a file, one for each local rank.
