@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torch.distributed.run import get_args_parser
 
-from ft_wrapper.agent.command_line import EXPLAINED, OWN, READ_AS_TORCHRUNS, make_parser
+from ft_wrapper.agent.options import EXPLAINED, OWN, READ_AS_TORCHRUNS, make_parser
 
 PAGE = Path(__file__).parent / "launching.md"
 BEGIN, END = "<!-- made by docs/options.py -->\n", "<!-- to here -->\n"

@@ -29,7 +29,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from ft_wrapper import Limits, RestartReport, Wrapper
-from ft_wrapper.agent.command_line import make_parser
+from ft_wrapper.agent.options import make_parser
 from ft_wrapper.protocol import keys
 
 DOCS = Path(__file__).parent.parent / "docs"

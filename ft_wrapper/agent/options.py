@@ -1,38 +1,455 @@
-"""What ``ftrun``'s command line asks for, checked before anything is started."""
+"""The options of ``ftrun``: torchrun's, as the installed torch has them, with our own.
+
+argparse reads single values (`_value`). What is checked after that is what options mean together.
+"""
 
 import argparse
+import copy
 import dataclasses
 import importlib.machinery
+import importlib.metadata
 import importlib.util
 import os
+import re
 import shutil
 import signal
 import string
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import torch
+from torch.distributed.argparse_util import check_env, env
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsSpecs, Std
 from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
 from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config, parse_rendezvous_endpoint
+from torch.distributed.run import determine_local_world_size, get_args_parser
 
-from ..log_lines import FORMATS, TEXT
+from .. import __version__
+from .._text import without_secrets
+from ..log_lines import FORMAT_ENV, FORMATS, TEXT
 from ..rendezvous.backends import DEFAULT_PORT
 from ..rendezvous.settings import ETCD_NAMES, NAME, read_parameters, unknown_options
-from ..store import secret as store_secret
+from ..settings import LONGEST
+from ..store import secret
 from ..store.address import why_unknown, without_brackets
-from . import command_line
-from .command_line import Parser, name
-from .node_check import NodeCheck
+from .node_check import TIMEOUT, NodeCheck
+from .nodes import EXIT_BARRIER_TIMEOUT
 from .outputs import ERROR_FILE_ENV, PREFIX_ENV, PREFIX_WORDS
 from .policy import RANK_RESTARTS, Policy
 from .process import Program, python_program
+from .signals import SHUTDOWN_TIMEOUT, SIGNALS
 
-OURS = (NAME, *ETCD_NAMES)
+T = TypeVar("T")
+
+# torchrun's
+DEFAULT_MONITOR_INTERVAL = 0.1
+DEFAULT_RDZV_ID = "none"
+DEFAULT_MASTER_ADDR = "127.0.0.1"
+DEFAULT_MASTER_PORT = 29500
+NO_HANDLER = "null"  # for events
 #: The default of torchrun's ``--rdzv-backend``: here another name of ours.
 STATIC = "static"
+OURS = (NAME, *ETCD_NAMES)
+
+_MOST = 2**31 - 1  # of anything that is counted
+_MOST_RANKS = 4096  # of one node: each is a process, with files and memory of its own here
+
+#: Options of torchrun's that do nothing here, though they ask for something: what to do instead.
+NO_EFFECT = {
+    "--event-log-handler": "events are written as JSON lines to the file that FT_WRAPPER_EVENTS names",
+    "--numa-binding": "bind ranks in the script, by os.sched_setaffinity, or by numactl and --no-python",
+    "--duplicate-stdout-filters": "search the log files, with --tee 1 or --redirects 1",
+    "--duplicate-stderr-filters": "search the log files, with --tee 2 or --redirects 2",
+}
+
+#: Help for options of torchrun's that stay as they are in its parser.
+EXPLAINED = {
+    "--start-method": "changes nothing: it is for functions, and ranks run scripts",
+    "--run-path": "the script is a path, whatever --module and --no-python say; forked ranks always run it "
+    "this way",
+    **{option: f"has no effect here: {instead}" for option, instead in NO_EFFECT.items()},
+}
+
+
+def name(option: str) -> str:
+    """What an option, spelled in full, is called in the result of parsing."""
+    return option[2:].replace("-", "_")
+
+
+#: What is taken from torchrun's parser as it is there, by its name in the result of parsing.
+READ_AS_TORCHRUNS = frozenset(
+    {
+        *("nnodes", "nproc_per_node", "rdzv_id", "rdzv_conf", "local_addr", "role", "module", "no_python"),
+        *("log_dir", "redirects", "tee", "local_ranks_filter", "logs_specs", "start_method", "run_path"),
+        *("signals_to_handle", "virtual_local_rank", "log_line_prefix_template"),
+        *map(name, NO_EFFECT),
+        *("training_script", "training_script_args", "help"),
+    }
+)
+
+OWN = "options that torchrun does not have"
+
+# The options: what they are called, with their value, and their help. Readers and defaults follow. ---------
+
+DIFFERENT = {
+    "--rdzv-backend NAME": f"how the nodes find each other: {NAME}, which static is another name for; "
+    f"{ETCD_NAMES[0]}; or one of torch's, c10d for instance (default: {NAME})",
+    "--rdzv-endpoint HOST:PORT": f"where they find each other: with {NAME} and c10d the node of that name "
+    f"hosts the store (default port: {DEFAULT_PORT}); with {ETCD_NAMES[0]} all its members: "
+    "HOST:PORT,HOST:PORT",
+    "--standalone": "this node alone: the options of the rendezvous have no effect",
+    "--node-rank N": "which node this is, from 0, and its --node-id: nodes are ranked in this order; with "
+    "--master-addr, node 0 hosts the rendezvous store; not with torch's rendezvous",
+    "--master-addr HOST": "with --master-port another way to write --rdzv-endpoint HOST:PORT, which comes "
+    f"first (default: {DEFAULT_MASTER_ADDR}); on one node, where the ranks' store listens",
+    "--master-port PORT": f"see --master-addr (default: {DEFAULT_MASTER_PORT}); on one node, the port of the "
+    "ranks' store (default: a free one)",
+    "--monitor-interval SECONDS": f"how often to look whether nodes wait, with torch's rendezvous; {NAME} "
+    f"and {ETCD_NAMES[0]} tell, and the end of a rank is seen at once (default: "
+    "{DEFAULT_MONITOR_INTERVAL:g})",
+    "--max-restarts N": "how often all ranks may be restarted, counted for all nodes (default: 0)",
+    "--shutdown-timeout SECONDS": "from a forwarded signal, or the end of a group, to SIGKILL (default: "
+    f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT, else {SHUTDOWN_TIMEOUT:g})",
+}
+#: Those of newer torchruns, for older ones; as they are in those that have them.
+LACKING = {
+    "--signals-to-handle SIGNALS": "signals that are forwarded to the ranks and end the job (default: "
+    "%(default)s)",
+    "--virtual-local-rank": "each rank sees its own GPU only: CUDA_VISIBLE_DEVICES names it, and LOCAL_RANK "
+    "is 0",
+    "--log-line-prefix-template TEMPLATE": "what --tee puts before each line, with ${role_name}, ${rank}, "
+    "${local_rank} and ${hostname} in it (default: TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE, else role and "
+    "rank)",
+    **{f"{option} VALUE": "" for option in NO_EFFECT},
+}
+OWN_OPTIONS = {
+    "--check": "start nothing: check what may go wrong with this command on this machine, and say what to "
+    "do; exits with 1 if there are findings",
+    "--restart-policy POLICY": "when a rank fails: rank: only that rank is restarted; group: all ranks are "
+    "stopped and restarted; auto: group, and rank once a wrapped job has formed (default: auto)",
+    "--max-rank-restarts N": "how often each single rank may be restarted within an hour of running "
+    f"(default: {RANK_RESTARTS})",
+    "--active-world-size N": "how many ranks call the function of a wrapped job; the others are hot spares "
+    "(default: all)",
+    "--devices-per-node N": "with more ranks, some of them spares, active ones get one each; 0: never "
+    "(default: auto: its GPUs)",
+    "--spare-nodes K": "how many nodes beyond --nnodes take part, for hot spares (default: 0)",
+    "--node-id ID": "which node this is; restarted with the same id it takes its old place (default: "
+    "--node-rank, else the number that SLURM or Kubernetes gave it, else a new one)",
+    "--node-check CMD": "a shell command that must exit with 0 before this node takes a seat; otherwise the "
+    "node is kept out and tries again; the last line of the command's output is the reason",
+    "--node-check-timeout SECONDS": f"how long the command may take (default: {TIMEOUT:g})",
+    "--node-check-retries N": "how often a node that is kept out tries again before it gives up (default: no "
+    "limit; 0 on one node)",
+    "--node-checks NAMES": argparse.SUPPRESS,
+    "--drain-timeout SECONDS": "SIGTERM drains this node if the others can continue without it: its ranks "
+    "leave the job when their next step begins, or are terminated after this long (default: 0: the job ends)",
+    "--drained-exit-code N": "exit code of a node that was drained (default: 0)",
+    "--job-secret-file PATH": "the job's secret, the same on all nodes, by which its processes know each "
+    f"other in the store; (default: {secret.SECRET_ENV}; else on one node, and on etcd with a login, the job "
+    "makes one)",
+    "--result-file PATH": "write how the job ended to this file, as JSON (default: no file)",
+    "--exit-barrier-timeout SECONDS": "how long a node whose ranks are done waits for the others (default: "
+    f"{EXIT_BARRIER_TIMEOUT:g})",
+    "--log-format FORMAT": "format of the log lines, including those of the ranks' wrappers: text, or json: "
+    f"one object per line (default: {FORMAT_ENV}, else text)",
+    "--no-standby": "start each rank separately, instead of forking it from a process that has imported "
+    "torch (always so with --no-python and PYTHON_EXEC)",
+}
+
+
+def _defaults() -> dict[str, str]:
+    """Texts, which a variable ``PET_…`` replaces."""
+    return {
+        "--rdzv-backend": NAME,
+        "--rdzv-endpoint": "",
+        "--monitor-interval": f"{DEFAULT_MONITOR_INTERVAL:g}",
+        "--signals-to-handle": ",".join(signum.name for signum in SIGNALS),
+        "--shutdown-timeout": os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", f"{SHUTDOWN_TIMEOUT:g}"),
+        "--restart-policy": Policy.AUTO.value,
+        "--devices-per-node": "auto",
+        "--node-check-timeout": f"{TIMEOUT:g}",
+        "--drain-timeout": "0",
+        "--drained-exit-code": "0",
+        "--exit-barrier-timeout": f"{EXIT_BARRIER_TIMEOUT:g}",
+        "--log-format": os.environ.get(FORMAT_ENV, TEXT),
+    }
+
+
+# Single values ----------------------------------------------------------------------------------------------
+
+
+def _value(
+    convert: Callable[[str], T], why: str = "", fits: Callable[[T], bool] = lambda _: True
+) -> Callable[[str], T | str]:
+    """Makes what argparse reads a value by. It leaves an empty one to `Parser.read`.
+
+    Args:
+        convert: makes the value of a text; raises ValueError or OSError.
+        why: what to use instead, for the error; what ``convert`` has raised when empty.
+        fits: whether the value will do.
+    """
+
+    def read(text: str) -> T | str:
+        try:
+            value = convert(text) if text else text
+            if not text or fits(value):  # type: ignore[arg-type]
+                return value
+        except (ValueError, OSError, argparse.ArgumentTypeError) as error:
+            raise argparse.ArgumentTypeError(f"{text}: {why or error}") from error
+        raise argparse.ArgumentTypeError(f"{text}: {why}")
+
+    return read
+
+
+def _count(most: int = _MOST) -> Callable[[str], int | str]:
+    """From 0 on; as torchrun takes it, with spaces around it and a sign."""
+    return _value(int, f"use a number of at least 0 and at most {most}", lambda count: 0 <= count <= most)
+
+
+def _seconds(least: float) -> Callable[[str], float | str]:
+    why = f"must be at least {least:g} and finite, at most {LONGEST} seconds"
+    return _value(float, why, lambda seconds: least <= seconds <= LONGEST)
+
+
+def _one_of(*choices: str) -> Callable[[str], str]:
+    """One of some words; also from a variable, where argparse's ``choices`` are not looked at."""
+    return _value(str, f"use {', '.join(choices[:-1])} or {choices[-1]}", choices.__contains__)
+
+
+def _least_and_most(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"\s*\+?(\d{1,9})\s*(?::\s*\+?(\d{1,9})\s*)?", text)
+    if found is None or (least := int(found[1])) < 1:
+        raise ValueError("use a number of at least one, or the least and the most: 2:4")
+    most = int(found[2] or least)
+    if least > most:
+        raise ValueError(f"the least, {least}, is more than the most, {most}; swap them")
+    return least, most
+
+
+def _signals(text: str) -> list[signal.Signals | str]:
+    """Signals by their names; a name that none has stays a text."""
+    return [signal.Signals.__members__.get(each.strip(), each.strip()) for each in text.split(",")]
+
+
+def _logs_specs(text: str) -> type[LogsSpecs]:
+    try:
+        (found,) = importlib.metadata.entry_points(group="torchrun.logs_specs", name=text)
+        specs: type[LogsSpecs] = found.load()
+    except ValueError:
+        raise ValueError("no package has such an entry point in torchrun.logs_specs") from None
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"cannot be imported: {error}") from error
+    return specs
+
+
+def _is_replaced(path: str) -> bool:
+    is_other = os.path.islink(path) or (os.path.exists(path) and not os.path.isfile(path))
+    return not is_other and os.path.isdir(os.path.dirname(os.path.abspath(path)))
+
+
+_STREAMS = _value(Std.from_str, "use 0, 1, 2 or 3, or local ranks with one each, as in 0:3,1:2")
+_READERS: dict[str, Callable[[str], Any]] = {
+    "--nnodes": _value(_least_and_most),
+    "--nproc-per-node": _value(
+        determine_local_world_size,
+        f"use a number of at least one and at most {_MOST_RANKS}, cpu, gpu, xpu or auto, of what is here",
+        lambda count: 1 <= count <= _MOST_RANKS,
+    ),
+    "--redirects": _STREAMS,
+    "--tee": _STREAMS,
+    "--local-ranks-filter": _value(
+        lambda text: list(map(int, text.split(","))),
+        "use local ranks with commas between them, as in 0,1,2",
+    ),
+    "--log-dir": _value(str, "is a file; name a directory", lambda path: not os.path.isfile(path)),
+    "--logs-specs": _value(_logs_specs),
+    "--signals-to-handle": _value(
+        _signals,
+        "no program can handle SIGKILL and SIGSTOP, and ftrun needs SIGCHLD to hear of its ranks",
+        {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD}.isdisjoint,
+    ),
+    "--master-port": _count(65535),
+    "--drained-exit-code": _count(255),
+    "--monitor-interval": _seconds(1e-3),
+    "--node-check-timeout": _seconds(1e-3),
+    "--devices-per-node": _value(
+        lambda text: text if text == "auto" else int(_count()(text)),
+    ),
+    "--restart-policy": _one_of(*(policy.value for policy in Policy)),
+    "--log-format": _one_of(*FORMATS),
+    "--result-file": _value(str, "name a file, which is replaced, in a folder that is there", _is_replaced),
+    "--job-secret-file": _value(lambda path: secret.checked(path, Path(path).read_bytes())),
+    "--node-checks": _value(  # of an earlier version
+        str,
+        "there are no built-in checks; use --node-check CMD, such as examples/cluster/node_check.sh",
+        lambda _: False,
+    ),
+}
+_BY_METAVAR = {"N": _count(), "K": _count(), "SECONDS": _seconds(0)}
+#: What has to have a value, though a variable ``PET_…`` may be empty.
+_NEVER_EMPTY = frozenset(
+    {
+        *("nnodes", "nproc_per_node", "redirects", "tee", "restart_policy", "log_format", "monitor_interval"),
+        *("shutdown_timeout", "drain_timeout", "exit_barrier_timeout", "node_check_timeout"),
+    }
+)
+
+# The parser ------------------------------------------------------------------------------------------------
+
+
+class Parser(argparse.ArgumentParser):
+    """Takes over torchrun's options. An error is one line, and ends the program with 2.
+
+    An error names the option, its value and the way out.
+
+    Attributes:
+        warnings: what the user should know, though the command line will do; a line each.
+    """
+
+    def __init__(self, theirs: argparse.ArgumentParser, **more: Any) -> None:
+        super().__init__(parents=[theirs], add_help=False, conflict_handler="resolve", **more)
+        self._theirs = dict(theirs._option_string_actions)
+        self.warnings: list[str] = []
+
+    def read(self, argv: Sequence[str] | None) -> argparse.Namespace:
+        """Parses the command line. What is empty is None then, if an empty text does not do."""
+        given = self.parse_args(argv)
+        for action in self._actions:
+            if not action.option_strings or getattr(given, action.dest, None) != "":
+                continue
+            option, needed = action.option_strings[0], action.dest in _NEVER_EMPTY
+            if needed or action.default != "":  # torchrun takes its own ones empty
+                say = self.warn if option in self._theirs and not needed else self.error
+                say(f"{option} '': is empty; give it a value, or leave it out")
+            if action.type not in (None, str):
+                setattr(given, action.dest, None)
+        return given
+
+    def error(self, message: str) -> NoReturn:
+        """Ends with one line, and without the usage text that would bury it."""
+        message = re.sub(r"^argument (-\S+): ", _option_of, message)
+        self.exit(2, f"ftrun: error: {without_secrets(message)}\n")
+
+    def contradict(self, one: str, other: str, why: str) -> NoReturn:
+        """Ends for two options that cannot both be meant; says what to do."""
+        self.error(f"{one} and {other} contradict each other: {why}")
+
+    def warn(self, message: str) -> None:
+        """Notes a warning, which names the option, its value and the consequence."""
+        self.warnings.append(without_secrets(message))
+
+    def unknown(self) -> list[argparse.Action]:
+        """Options of the installed torchrun that this version of ours does not know."""
+        theirs = self._theirs.values()
+        return [
+            action for action in self._actions if action in theirs and action.dest not in READ_AS_TORCHRUNS
+        ]
+
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        """What an abbreviation may stand for: if it does for an option of torchrun's, only for that."""
+        found = super()._get_option_tuples(option_string)
+        # An option's two spellings are one option, which not every version of argparse knows.
+        matches: dict[int, Any] = {}
+        for match in [match for match in found if match[1] in self._theirs] or found:
+            matches.setdefault(id(match[0]), match)
+        return list(matches.values())
+
+
+def _option_of(found: re.Match[str]) -> str:
+    """The option of an error of argparse's, which has all its spellings."""
+    return f"{max(found[1].split('/'), key=lambda text: (text.count('-'), len(text)))} "
+
+
+class _Help(argparse.HelpFormatter):
+    """Shows each option in one spelling: with two, half of the help would be names."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        shown = copy.copy(action)
+        shown.option_strings = [text for text in action.option_strings if "_" not in text]
+        return super()._format_action_invocation(shown)
+
+
+class _PrintCompletion(argparse.Action):
+    """Writes what a shell needs to complete ``ftrun``'s options, and ends."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *arguments: Any) -> None:
+        _, shell, option = arguments
+        try:
+            shtab = importlib.import_module("shtab")
+        except ImportError:
+            parser.error(f"{option} {shell}: needs the package shtab; pip install shtab")
+        print(shtab.complete(parser, shell=shell))
+        parser.exit()
+
+
+def make_parser() -> Parser:
+    """All options of ``ftrun``, each also set by a variable ``PET_…`` as torchrun's are.
+
+    Raises:
+        ValueError: such a variable of an option without a value is no number.
+    """
+    parser = Parser(
+        get_args_parser(),
+        prog="ftrun",
+        formatter_class=_Help,
+        usage="ftrun [options] script ...\n       ftrun status | report | drain | restart | stop ...",
+        description="Starts the ranks of a job on this machine, which may be one of several, and hosts the "
+        "store that they agree on. If a rank of a wrapped job dies, only that rank is restarted.",
+        epilog="As under torchrun, options may be abbreviated, written with underscores, and set by a "
+        "variable: PET_NPROC_PER_NODE=2. The commands have their own help: 'ftrun status --help'.",
+    )
+    differs = parser.add_argument_group("options whose default or meaning is not torchrun's")
+    _add(parser, differs, DIFFERENT)
+    differs.add_argument(
+        *_spellings("--print-completion"),
+        action=_PrintCompletion,
+        choices=("bash", "zsh", "tcsh"),
+        help="print what the shell needs to complete the options of ftrun, and exit; takes the package shtab",
+    )
+    lacking = {said: help for said, help in LACKING.items() if said.split()[0] not in parser._theirs}
+    _add(parser, parser, lacking)
+    own = parser.add_argument_group(OWN)
+    version = f"ftrun {__version__}, torch {torch.__version__}"
+    own.add_argument(
+        "--version", action="version", version=version, help="print the versions of ftrun and torch"
+    )
+    _add(parser, own, OWN_OPTIONS)
+    for option, reader in _READERS.items():
+        parser._option_string_actions[option].type = reader
+    for option, why in EXPLAINED.items():
+        parser._option_string_actions[option].help = why
+    for action in parser._actions:
+        variable = f"PET_{action.dest.upper()}"
+        if isinstance(action, check_env) and os.environ.get(variable, "0") not in ("0", "1"):
+            raise ValueError(f"{variable}={os.environ[variable]}")
+    script, arguments = parser._get_positional_actions()
+    script.metavar, script.help = "script", "what each rank runs"
+    arguments.metavar, arguments.help = "...", "its arguments"
+    return parser
+
+
+def _add(parser: Parser, group: argparse._ActionsContainer, options: Mapping[str, str]) -> None:
+    """Adds options with the name of their value, or flags; each replaces torchrun's in all spellings."""
+    for said, help in options.items():
+        option, _, metavar = said.partition(" ")
+        theirs = parser._theirs.get(option)
+        names = _spellings(option) if theirs is None else theirs.option_strings[:]
+        if metavar:
+            reader: Callable[[str], Any] = _BY_METAVAR.get(metavar, str)
+            default = _defaults().get(option)
+            group.add_argument(*names, help=help, action=env, metavar=metavar, default=default, type=reader)
+        else:
+            group.add_argument(*names, help=help, action=check_env)
+
+
+def _spellings(option: str) -> tuple[str, ...]:
+    return (option, f"--{name(option)}") if "-" in option[2:] else (option,)
+
+
+# The result ------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,62 +541,52 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
             asked for (0).
     """
     try:
-        parser = command_line.make_parser()
+        parser = make_parser()
     except ValueError as error:  # torchrun's own parser says no more than this
         print(f"ftrun: error: PET_* of an option without a value must be 0 or 1: {error}", file=sys.stderr)
         sys.exit(2)
     args = parser.read(argv)
-    args.rdzv_id = args.rdzv_id or command_line.DEFAULT_RDZV_ID  # torchrun's static rendezvous needs no name
+    args.rdzv_id = args.rdzv_id or DEFAULT_RDZV_ID  # torchrun's static rendezvous needs no name
     _warn_of_what_has_no_effect(parser, args)
-    nproc = parser.nproc()
-    if args.log_dir and args.log_dir != os.devnull and os.path.isfile(args.log_dir):
-        parser.error(f"--log-dir {args.log_dir}: is a file; name a directory")
-    secret = _secret(parser, args.job_secret_file)
-    result = args.result_file or ""
-    is_other = os.path.islink(result) or (os.path.exists(result) and not os.path.isfile(result))
-    if result and (is_other or not os.path.isdir(os.path.dirname(os.path.abspath(result)))):
-        parser.error(f"--result-file {result}: name a file, which is replaced, in a folder that is there")
-    if args.log_format not in FORMATS:
-        parser.error(f"--log-format {args.log_format}: use {' or '.join(FORMATS)}")
+    _warn_of_ranks(parser, args)
+    try:
+        from_variable = secret.given()  # which is not left in the environment
+    except ValueError as error:
+        parser.error(str(error))
     policy = _policy(parser, args)
-    _check_devices(parser, args, nproc)
-    nodes = _nodes(parser, args, nproc, policy)
+    nodes = _nodes(parser, args, policy)
     backend = nodes["rendezvous"].backend if "rendezvous" in nodes else ""
-    return Options(
-        nproc_per_node=nproc,
-        program=_program(parser, args),
-        script=args.training_script,
-        role=args.role,
-        log_dir=args.log_dir or None,
-        redirects=parser.streams("--redirects", nproc),
-        tee=parser.streams("--tee", nproc),
-        local_ranks_filter=parser.local_ranks(nproc),
-        signals=parser.signals(),
-        shutdown_timeout=parser.seconds("--shutdown-timeout"),
-        drain_timeout=_drain_timeout(parser, backend, is_ours=backend in OURS),
-        policy=policy,
-        max_restarts=parser.count("--max-restarts"),
-        max_rank_restarts=parser.count("--max-rank-restarts", RANK_RESTARTS),
-        standby=not args.no_standby,
-        logs_specs=parser.logs_specs(),
-        virtual_local_rank=bool(args.virtual_local_rank),
-        run_id="" if args.standalone or args.rdzv_id == command_line.DEFAULT_RDZV_ID else args.rdzv_id,
-        log_line_prefix=_log_line_prefix(parser, args),
-        warnings=tuple(parser.warnings),
-        check=bool(args.check),
-        log_format=args.log_format,
-        node_check=_node_check(parser, backend, is_ours=backend in OURS),
-        result_file=args.result_file or "",
-        secret=secret,
-        drained_exit_code=parser.count("--drained-exit-code", most=255),
+    found = {
+        **vars(args),
+        "program": _program(parser, args),
+        "script": args.training_script,
+        "role": args.role or "",
+        "signals": _known_signals(parser, args),
+        "drain_timeout": _drain_timeout(parser, args, backend),
+        "policy": policy,
+        "max_restarts": args.max_restarts or 0,
+        "max_rank_restarts": RANK_RESTARTS if args.max_rank_restarts is None else args.max_rank_restarts,
+        "standby": not args.no_standby,
+        "logs_specs": args.logs_specs or DefaultLogsSpecs,
+        "run_id": "" if args.standalone or args.rdzv_id == DEFAULT_RDZV_ID else args.rdzv_id,
+        "log_line_prefix": _log_line_prefix(parser, args),
+        "node_check": _node_check(parser, args, backend),
+        "result_file": args.result_file or "",
+        "drained_exit_code": args.drained_exit_code or 0,
+        "secret": args.job_secret_file or from_variable,
+        "spare_nodes": 0,
         **nodes,
+        "warnings": tuple(parser.warnings),
+    }
+    return Options(
+        **{field.name: found[field.name] for field in dataclasses.fields(Options) if field.name in found}
     )
 
 
 def _warn_of_what_has_no_effect(parser: Parser, args: argparse.Namespace) -> None:
-    for option, instead in command_line.NO_EFFECT.items():
+    for option, instead in NO_EFFECT.items():
         value = getattr(args, name(option))
-        if value and value != command_line.NO_HANDLER:
+        if value and value != NO_HANDLER:
             shown = ",".join(value) if isinstance(value, list) else value
             parser.warn(f"{option} {shown}: has no effect here; {instead}")
     unknown = parser.unknown()
@@ -194,6 +601,33 @@ def _warn_of_what_has_no_effect(parser: Parser, args: argparse.Namespace) -> Non
         parser.warn(f"{ERROR_FILE_ENV}={error_file}: no effect: there is no such folder")
 
 
+def _warn_of_ranks(parser: Parser, args: argparse.Namespace) -> None:
+    """Leaves out local ranks that there are not."""
+    nproc = args.nproc_per_node
+    for option in ("--redirects", "--tee", "--local-ranks-filter"):
+        ranks = getattr(args, name(option))
+        if not isinstance(ranks, dict | list):
+            continue
+        if missing := sorted(rank for rank in set(ranks) if not 0 <= rank < nproc):
+            each = ranks.items() if isinstance(ranks, dict) else [(rank,) for rank in ranks]
+            given = ",".join(":".join(f"{part:d}" for part in parts) for parts in each)
+            there = f"there is no local rank {', '.join(map(str, missing))} with --nproc-per-node {nproc}"
+            parser.warn(f"{option} {given}: {there}; that part has no effect")
+        if isinstance(ranks, dict):
+            setattr(args, name(option), {rank: std for rank, std in ranks.items() if rank < nproc})
+        else:
+            args.local_ranks_filter = set(ranks)
+
+
+def _known_signals(parser: Parser, args: argparse.Namespace) -> tuple[signal.Signals, ...]:
+    given = args.signals_to_handle or ()
+    said = f"--signals-to-handle {','.join(each if isinstance(each, str) else each.name for each in given)}"
+    for each in given:
+        if isinstance(each, str):
+            parser.warn(f"{said}: no signal is named {each!r}, left out; names are as in SIGTERM,SIGUSR1")
+    return tuple(each for each in given if not isinstance(each, str))
+
+
 def _log_line_prefix(parser: Parser, args: argparse.Namespace) -> str | None:
     given = args.log_line_prefix_template or os.environ.get(PREFIX_ENV) or None
     template = string.Template(given or "")
@@ -201,24 +635,6 @@ def _log_line_prefix(parser: Parser, args: argparse.Namespace) -> str | None:
         names = ", ".join(f"${{{word}}}" for word in sorted(PREFIX_WORDS))
         parser.warn(f"--log-line-prefix-template {given}: only {names} are filled in")
     return given
-
-
-def _secret(parser: Parser, path: str | None) -> bytes | None:
-    """The job's secret, if the user gives it; it is not left in the environment."""
-    try:
-        in_environment = store_secret.given()
-        return store_secret.checked(path, Path(path).read_bytes()) if path else in_environment
-    except (OSError, ValueError) as error:
-        parser.error(f"--job-secret-file {path}: {error}" if path else str(error))
-
-
-def _check_devices(parser: Parser, args: argparse.Namespace, nproc: int) -> None:
-    devices = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if args.virtual_local_rank and devices is not None and len(devices.split(",")) < nproc:
-        parser.error(
-            f"--virtual-local-rank: CUDA_VISIBLE_DEVICES={devices} has fewer GPUs than there are ranks with "
-            f"--nproc-per-node {nproc}; start as many ranks as GPUs"
-        )
 
 
 def _program(parser: Parser, args: argparse.Namespace) -> Program:
@@ -251,10 +667,7 @@ def _program(parser: Parser, args: argparse.Namespace) -> Program:
 
 
 def _policy(parser: Parser, args: argparse.Namespace) -> Policy:
-    try:
-        policy = Policy(args.restart_policy)
-    except ValueError:
-        parser.error(f"--restart-policy {args.restart_policy}: use auto, rank or group")
+    policy = Policy(args.restart_policy)
     for other, option, value in (
         (Policy.RANK, "--max-restarts", args.max_restarts),
         (Policy.GROUP, "--max-rank-restarts", args.max_rank_restarts),
@@ -292,38 +705,34 @@ def _module_exists(name: str) -> bool:
 # Nodes -----------------------------------------------------------------------------------------------------
 
 
-def _nodes(parser: Parser, args: argparse.Namespace, nproc: int, policy: Policy) -> dict[str, Any]:
+def _nodes(parser: Parser, args: argparse.Namespace, policy: Policy) -> dict[str, Any]:
     """How many nodes the job has, and how they find each other, as fields of `Options`."""
-    least, most = parser.nodes()
+    (least, most), nproc = args.nnodes, args.nproc_per_node
     spares = _spare_nodes(parser, args, policy)
     if args.standalone:
         _check_standalone(parser, args, least, spares)
         most = 1
-    found: dict[str, Any] = {
-        "active_world_size": _active_world_size(parser, args, most, nproc, spares),
-        "monitor_interval": parser.seconds("--monitor-interval", 1e-3),
-        "exit_barrier_timeout": parser.seconds("--exit-barrier-timeout"),
-    }
-    found["devices"] = _devices(parser, args, most, spares, found["active_world_size"])
+    active = _active_world_size(parser, args, most, nproc, spares)
+    found = {"active_world_size": active, "devices": _devices(parser, args, most, spares, active)}
     is_alone = args.standalone or (most + spares == 1 and not args.rdzv_endpoint)
     if not args.standalone:
         _check_backend(parser, args)
         _check_node_rank(parser, args, most + spares, is_alone)
-    port = parser.count("--master-port", command_line.DEFAULT_MASTER_PORT, 65535)
+    port = DEFAULT_MASTER_PORT if args.master_port is None else args.master_port
     if is_alone:
         _warn_of_what_is_superfluous(parser, args)
         # As torchrun, which has a free one with --standalone; a script may name it: init_method="tcp://…".
-        own = 0 if args.standalone or not args.master_port else port
+        own = 0 if args.standalone else args.master_port or 0
         return {**found, "address": without_brackets(args.master_addr or ""), "port": own}
     endpoint = _endpoint(parser, args, port, spares)
-    if args.rdzv_backend in ETCD_NAMES and args.rdzv_id == command_line.DEFAULT_RDZV_ID:
+    if args.rdzv_backend in ETCD_NAMES and args.rdzv_id == DEFAULT_RDZV_ID:
         parser.error(f"--rdzv-backend {args.rdzv_backend} needs --rdzv-id ID: it tells the jobs there apart")
     parameters = _parameters(parser, args, endpoint, least, most + spares, nproc)
     return {**found, "spare_nodes": spares, "rendezvous": parameters}
 
 
 def _spare_nodes(parser: Parser, args: argparse.Namespace, policy: Policy) -> int:
-    spares = parser.count("--spare-nodes")
+    spares: int = args.spare_nodes or 0
     if spares == 0:
         return 0
     said = f"--spare-nodes {spares}"
@@ -344,23 +753,29 @@ def _active_world_size(
 ) -> int | None:
     if spares:
         return most * nproc
-    if args.active_world_size is None:
+    active: int | None = args.active_world_size
+    if active is None:
         return None
-    active = parser.count("--active-world-size")
     if active < 1:
         parser.error(f"--active-world-size {active}: at least one rank has to call the function")
     if active > most * nproc:
         parser.error(
             f"--active-world-size {active}: is more than the {most * nproc} ranks that there are with "
-            f"--nnodes {args.nnodes} and --nproc-per-node {nproc}; start more of them, or lower it"
+            f"--nnodes {_shown(args.nnodes)} and --nproc-per-node {nproc}; start more of them, or lower it"
         )
     return active
 
 
 def _devices(parser: Parser, args: argparse.Namespace, most: int, spares: int, active: int | None) -> int:
     """Reads what `Options.devices` is; ends the program if there are too few."""
-    nproc, is_auto = parser.nproc(), args.devices_per_node == "auto"
-    count = 0 if is_auto else parser.count("--devices-per-node")
+    nproc, is_auto = args.nproc_per_node, args.devices_per_node == "auto"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if args.virtual_local_rank and visible is not None and len(visible.split(",")) < nproc:
+        parser.error(
+            f"--virtual-local-rank: CUDA_VISIBLE_DEVICES={visible} has fewer GPUs than there are ranks with "
+            f"--nproc-per-node {nproc}; start as many ranks as GPUs"
+        )
+    count = 0 if is_auto else args.devices_per_node or 0
     if active is None or active >= (most + spares) * nproc:
         return 0
     count = torch.cuda.device_count() if is_auto else count  # it asks NVML, and makes no context
@@ -382,7 +797,7 @@ def _devices(parser: Parser, args: argparse.Namespace, most: int, spares: int, a
 def _check_standalone(parser: Parser, args: argparse.Namespace, least: int, spares: int) -> None:
     """Complains of what a node that is alone cannot have; torchrun waits in vain for other nodes then."""
     for option, value, says_otherwise in (
-        ("--nnodes", args.nnodes, least > 1),
+        ("--nnodes", _shown(args.nnodes), least > 1),
         ("--spare-nodes", args.spare_nodes, spares > 0),
     ):
         if says_otherwise:
@@ -397,19 +812,17 @@ def _check_backend(parser: Parser, args: argparse.Namespace) -> None:
 
 
 def _check_node_rank(parser: Parser, args: argparse.Namespace, most: int, is_alone: bool) -> None:
-    if not args.node_rank:
-        return
-    rank = parser.count("--node-rank")
-    if args.rdzv_backend not in (STATIC, *OURS):
+    rank: int | None = args.node_rank
+    if rank is None or args.rdzv_backend not in (STATIC, *OURS):
         return  # a platform sets it in any case; torchrun does not use it then, either
     # torchrun looks for the others of this one node, in vain, if there is a port to look at.
-    if rank >= most and (args.master_port or not is_alone):
+    if rank >= most and (args.master_port is not None or not is_alone):
         parser.error(
             f"--node-rank {rank}: with {most} {'nodes' if most > 1 else 'node'} the last one is {most - 1}; "
             "give the number of them with --nnodes; one that is to wait until a place is free has --node-id "
             "ID instead"
         )
-    if args.node_id not in (None, args.node_rank):
+    if args.node_id not in (None, str(rank)):
         why = "nodes are ranked by their ids; drop one of them"
         parser.contradict(f"--node-rank {rank}", f"--node-id {args.node_id}", why)
 
@@ -419,17 +832,18 @@ def _warn_of_what_is_superfluous(parser: Parser, args: argparse.Namespace) -> No
     options = [
         ("--rdzv-backend", args.rdzv_backend, (NAME, STATIC)),
         ("--rdzv-conf", args.rdzv_conf, ()),
-        ("--node-rank", args.node_rank, ("0",)),
+        ("--node-rank", args.node_rank, (0,)),
         ("--node-id", args.node_id, ()),
     ]
     if args.standalone:
         options += [
-            ("--nnodes", args.nnodes, ("1", "1:1")),
+            ("--nnodes", _shown(args.nnodes), ("1",)),
             ("--rdzv-endpoint", args.rdzv_endpoint, ()),
-            ("--rdzv-id", args.rdzv_id, (command_line.DEFAULT_RDZV_ID,)),
+            ("--rdzv-id", args.rdzv_id, (DEFAULT_RDZV_ID,)),
             ("--master-port", args.master_port, ()),
         ]
-    given = ", ".join(f"{option} {value}" for option, value, usual in options if value and value not in usual)
+    nothing = (None, "")
+    given = ", ".join(f"{option} {one}" for option, one, usual in options if one not in (*nothing, *usual))
     if given and args.standalone:
         parser.warn(f"{given}: no effect beside --standalone, by which this node is alone")
     elif given:
@@ -440,13 +854,13 @@ def _endpoint(parser: Parser, args: argparse.Namespace, port: int, spares: int) 
     """Where the nodes meet; where torchrun's do if the user does not say."""
     if args.rdzv_endpoint:
         return str(args.rdzv_endpoint)
-    what = f"--nnodes {args.nnodes}" + (f" with --spare-nodes {spares}" if spares else "")
+    what = f"--nnodes {_shown(args.nnodes)}" + (f" with --spare-nodes {spares}" if spares else "")
     if args.rdzv_backend in ETCD_NAMES:
         parser.error(f"{what} needs --rdzv-endpoint HOST:PORT: etcd's members, the same on all")
-    if args.master_addr or args.master_port:  # as torchrun's static rendezvous has it
-        return f"{args.master_addr or command_line.DEFAULT_MASTER_ADDR}:{port}"
+    if args.master_addr or args.master_port is not None:  # as torchrun's static rendezvous has it
+        return f"{args.master_addr or DEFAULT_MASTER_ADDR}:{port}"
     if args.rdzv_backend in (STATIC, *OURS):
-        endpoint = where = f"{command_line.DEFAULT_MASTER_ADDR}:{command_line.DEFAULT_MASTER_PORT}"
+        endpoint = where = f"{DEFAULT_MASTER_ADDR}:{DEFAULT_MASTER_PORT}"
     else:
         endpoint, where = "", "localhost"  # at which port is up to the handler
     parser.warn(
@@ -490,7 +904,7 @@ def _config(parser: Parser, args: argparse.Namespace, backend: str, nproc: int) 
         parser.warn(f"--rdzv-conf {key}={config.pop(key)}: no effect: there is no such option; {hint}")
     if config.get("store_type", "tcp").lower() != "tcp":
         parser.warn(f"--rdzv-conf store_type={config.pop('store_type')}: no effect: the store is tcp here")
-    rank = str(int(args.node_rank)) if args.node_rank else None
+    rank = None if args.node_rank is None else str(args.node_rank)
     for key, option, value in (
         ("node_id", "--node-id" if args.node_id else "--node-rank", args.node_id or rank),
         ("nproc", "--nproc-per-node", str(nproc)),
@@ -500,48 +914,36 @@ def _config(parser: Parser, args: argparse.Namespace, backend: str, nproc: int) 
             parser.warn(f"--rdzv-conf {key}={config[key]}: no effect: {option} says {value}")
         if value is not None:
             config[key] = value
-    if args.node_rank and backend == NAME and (args.rdzv_backend == STATIC or not args.rdzv_endpoint):
+    if rank and backend == NAME and (args.rdzv_backend == STATIC or not args.rdzv_endpoint):
         # As in torch's static rendezvous, whatever the name of the endpoint leads to: a proxy, a service.
         config.setdefault("is_host", str(rank == "0").lower())
     return config
 
 
+def _shown(nnodes: tuple[int, int]) -> str:
+    """The least and the most nodes, as the command line has them."""
+    return ":".join(map(str, sorted(set(nnodes))))
+
+
 # What a node has to pass before it takes a seat; how it leaves ----------------------------------------------
 
 
-def _node_check(parser: Parser, backend: str, *, is_ours: bool) -> NodeCheck | None:
-    """Reads the options; ends the program for what is wrong.
-
-    Args:
-        parser: has read the command line.
-        backend: how the nodes meet; empty if this one is alone.
-        is_ours: whether that is a rendezvous of ours.
-    """
-    given = parser.given
-    if given.node_checks:
-        why = "there are no built-in checks; use --node-check CMD"
-        parser.error(f"--node-checks {given.node_checks}: {why}, such as examples/cluster/node_check.sh")
-    command = given.node_check or ""
-    timeout = min(parser.seconds("--node-check-timeout", 1e-3), 1e6)  # poll takes no more than some 25 days
-    if backend and not is_ours and command:
+def _node_check(parser: Parser, args: argparse.Namespace, backend: str) -> NodeCheck | None:
+    """What this node has to pass; ``backend`` is how the nodes meet, empty if this one is alone."""
+    command = args.node_check or ""
+    if backend and backend not in OURS and command:
         why = f"there, the others wait for a node that stays out; use --rdzv-backend {NAME}"
         parser.contradict(f"--node-check {command}", f"--rdzv-backend {backend}", why)
-    is_limited = given.node_check_retries is not None or not backend
-    retries = parser.count("--node-check-retries") if is_limited else None
-    return NodeCheck(command, timeout, retries) if command else None
+    retries = args.node_check_retries if backend else args.node_check_retries or 0
+    # poll takes no more than some 25 days
+    return NodeCheck(command, min(args.node_check_timeout, 1e6), retries) if command else None
 
 
-def _drain_timeout(parser: Parser, backend: str, *, is_ours: bool) -> float:
-    """Reads for how long SIGTERM drains this node; warns where it cannot.
-
-    Args:
-        parser: has read the command line.
-        backend: how the nodes meet; empty if this one is alone.
-        is_ours: whether that is a rendezvous of ours.
-    """
-    seconds = parser.seconds("--drain-timeout")
-    if is_ours or not seconds:
+def _drain_timeout(parser: Parser, args: argparse.Namespace, backend: str) -> float:
+    """For how long SIGTERM drains this node; warns where it cannot."""
+    seconds: float = args.drain_timeout
+    if backend in OURS or not seconds:
         return seconds
     where = f"with --rdzv-backend {backend}; use {NAME} or etcd" if backend else "on one node"
-    parser.warn(f"--drain-timeout {parser.given.drain_timeout}: no effect {where}")
+    parser.warn(f"--drain-timeout {seconds:g}: no effect {where}")
     return 0.0

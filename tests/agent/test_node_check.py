@@ -16,7 +16,7 @@ from agent_job import TIMEOUT, FtRun, await_that
 from ended import has_ended
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-from ft_wrapper.agent import command_line
+from ft_wrapper.agent import options as ftrun_options
 from ft_wrapper.agent.node_check import LONGEST_WAIT, NodeCheck, await_pass
 from ft_wrapper.agent.one_node import OneNode
 from ft_wrapper.agent.options import Options, parse_args
@@ -254,7 +254,7 @@ def test_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_checks_of_an_earlier_version_are_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "--node-checks" not in command_line.make_parser().format_help()
+    assert "--node-checks" not in ftrun_options.make_parser().format_help()
     for variable, arguments in (("auto", ()), ("", ("--node-checks", "auto"))):
         monkeypatch.setenv("PET_NODE_CHECKS", variable)
         with pytest.raises(SystemExit) as end:
@@ -268,7 +268,7 @@ def test_the_checks_of_an_earlier_version_are_refused(
     ("arguments", "word"),
     [
         (["--node-check-timeout", "0"], "--node-check-timeout 0: must be at least 0.001 and finite"),
-        (["--node-check-timeout", "soon"], "--node-check-timeout soon: is not a number of seconds"),
+        (["--node-check-timeout", "soon"], "--node-check-timeout soon: must be at least 0.001 and finite"),
         (["--node-check-retries", "-1"], "--node-check-retries -1: use a number of at least 0"),
         (
             [*MEET, "--rdzv-backend", "c10d", "--node-check", "true"],

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_wrapper.agent.command_line import Parser, make_parser
-from ft_wrapper.agent.options import Options, parse_args
+from ft_wrapper.agent.options import Options, Parser, make_parser, parse_args
 from ft_wrapper.agent.outputs import ERROR_FILE_ENV, PREFIX_ENV
 from ft_wrapper.log_lines import level_of_ftrun
 from ft_wrapper.settings import LONGEST

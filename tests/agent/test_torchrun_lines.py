@@ -23,9 +23,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.run import get_args_parser
 
-from ft_wrapper.agent import command_line
-from ft_wrapper.agent.command_line import NO_EFFECT, make_parser
-from ft_wrapper.agent.options import Options, parse_args
+from ft_wrapper.agent import options as ftrun_options
+from ft_wrapper.agent.options import NO_EFFECT, Options, make_parser, parse_args
 from ft_wrapper.run import main
 
 FORMS = list(forms(get_args_parser(), log_dir=Path("/nowhere/logs"), master_port=29501))
@@ -87,7 +86,7 @@ NO_DIFFERENCE = {
     "local_addr",  # of nodes that meet others
     *("start_method", "run_path"),
 }
-WARNED_OF = {"rdzv_backend", "rdzv_conf", "local_ranks_filter"} | {command_line.name(o) for o in NO_EFFECT}
+WARNED_OF = {"rdzv_backend", "rdzv_conf", "local_ranks_filter"} | {ftrun_options.name(o) for o in NO_EFFECT}
 
 
 def said(form: Form, script: Path, monkeypatch: pytest.MonkeyPatch) -> Options:
@@ -134,7 +133,7 @@ def later(monkeypatch: pytest.MonkeyPatch) -> None:
         made.add_argument("--spare-parts", action=env, default="")
         return made
 
-    monkeypatch.setattr(command_line, "get_args_parser", parser)
+    monkeypatch.setattr(ftrun_options, "get_args_parser", parser)
 
 
 @pytest.mark.usefixtures("later")
@@ -160,7 +159,7 @@ def test_an_option_that_the_installed_torchrun_does_not_have_yet(monkeypatch: py
                 parser._add_action(action)
         return parser
 
-    monkeypatch.setattr(command_line, "get_args_parser", old)
+    monkeypatch.setattr(ftrun_options, "get_args_parser", old)
     options = parsed(
         "--log-line-prefix-template", "<>", "--signals_to_handle", "SIGTERM", "--virtual-local-rank"
     )
