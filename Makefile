@@ -35,7 +35,7 @@ help:
 	@echo "make test-frameworks-all  the same, ten runs of each"
 	@echo "make matrix     every fault in every place, of which make test runs a part"
 	@echo "make matrix-torch  the tests of processes on other versions of torch, which it installs (gigabytes)"
-	@echo "make explore    simulated jobs with random faults, then every schedule of a small one (tests/exhaustive)"
+	@echo "make explore    simulated jobs with random faults, then every schedule of a small one (tests/simulation/exhaustive)"
 	@echo "make mutants    one-line mistakes in the code, each of which the simulations have to find"
 	@echo "make lint       ruff, mypy and import-linter alone"
 	@echo "make format     ruff puts the code in order"
@@ -58,19 +58,19 @@ demo: $(INSTALLED)
 	@$(BIN)/python examples/demo.py
 
 demo-etcd: $(INSTALLED)
-	@$(BIN)/python examples/demo_etcd.py
+	@$(BIN)/python tests/soak/demo_etcd.py
 
 soak: $(INSTALLED)
-	@$(BIN)/python examples/kill_and_rejoin.py --ranks 6 --minutes 10 --every 2.5
+	@$(BIN)/python tests/soak/kill_and_rejoin.py --ranks 6 --minutes 10 --every 2.5
 
 soak-live: $(INSTALLED)
-	@$(BIN)/python examples/kill_and_rejoin.py --ranks 6 --minutes 10 --every 2.5 --live
+	@$(BIN)/python tests/soak/kill_and_rejoin.py --ranks 6 --minutes 10 --every 2.5 --live
 
 soak-nodes: $(INSTALLED)
-	@$(BIN)/python examples/kill_nodes.py --minutes 10
+	@$(BIN)/python tests/soak/kill_nodes.py --minutes 10
 
 soak-etcd: $(INSTALLED)
-	@$(BIN)/python examples/kill_nodes.py --etcd --minutes 10
+	@$(BIN)/python tests/soak/kill_nodes.py --etcd --minutes 10
 
 # The tests start hundreds of Pythons, each of which would compile the package.
 unexport PYTHONDONTWRITEBYTECODE
@@ -114,7 +114,7 @@ test-frameworks-all:
 	$(MAKE) test-frameworks RUNS=10
 
 matrix: $(INSTALLED)
-	$(PYTEST) $(AT_ONCE) -m "" tests/faults
+	$(PYTEST) $(AT_ONCE) -m "" tests/process/faults
 
 # A version may say which Python to take: make matrix-torch TORCHES="2.15.0=/usr/bin/python3.13".
 TORCHES ?= 2.6.0 2.15.0
@@ -124,10 +124,10 @@ matrix-torch: $(INSTALLED)
 
 explore: $(INSTALLED)
 	$(BIN)/python -m tests.explorer --random 100000 --processes 2
-	$(BIN)/python -m tests.exhaustive --processes 2
+	$(BIN)/python -m tests.simulation.exhaustive --processes 2
 
 mutants: $(INSTALLED)
-	$(BIN)/python -m tests.mutants --processes 2
+	$(BIN)/python -m tests.simulation.mutants --processes 2
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -48,7 +48,9 @@ def real_job(folder: Path) -> Path:
 def simulated_job(folder: Path) -> Path:
     """4,096 ranks on 512 nodes, with twelve faults; returns the events file."""
     events = folder / "simulated"
-    subprocess.run([sys.executable, str(ROOT / "tests/report/simulated_job.py"), str(events)], check=True)
+    subprocess.run(
+        [sys.executable, str(ROOT / "tests/unit/report/simulated_job.py"), str(events)], check=True
+    )
     return events
 
 

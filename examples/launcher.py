@@ -1,8 +1,9 @@
 """The ranks of a job as processes that can be started again, one by one.
 
-What `kill_and_rejoin.py` and `demo.py` do by this, an operator does by hand, or a cluster's scheduler: when
-the process of a rank has ended, it is started again with the same environment, and joins the running job. It
-needs no more than ``RANK``, ``WORLD_SIZE`` and the address of the store in ``FT_WRAPPER_STORE``.
+What `tests/soak/kill_and_rejoin.py` and `demo.py` do by this, an operator does by hand, or a cluster's
+scheduler: when the process of a rank has ended, it is started again with the same environment, and joins the
+running job. It needs no more than ``RANK``, ``WORLD_SIZE`` and the address of the store in
+``FT_WRAPPER_STORE``.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-for folder in (HERE.parent, HERE.parent / "live"):
+for folder in (HERE.parent, HERE.parent / "process" / "live"):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from gpu_ranks import BACKEND, choosing, each_nccl, needs_cuda, needs_gpu
 
-sys.path.append(str(Path(__file__).parents[1] / "agent"))
+sys.path.append(str(Path(__file__).parents[1] / "process" / "agent"))
 from agent_job import FtRun
 
 pytestmark = needs_gpu

@@ -17,7 +17,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-SUITES = ("tests/abort", "tests/live", "tests/wrapper", "tests/agent")
+SUITES = ("tests/process/abort", "tests/process/live", "tests/process/wrapper", "tests/process/agent")
 SELECTED = "not nightly and not alone"
 INSTALL_LIMIT, TEST_LIMIT = 3600.0, 3600.0
 

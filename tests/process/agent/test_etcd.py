@@ -1,0 +1,331 @@
+"""Several ftruns that meet in etcd: any machine may be lost, the first one too."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import trustme
+from agent_job import TIMEOUT, all_gone, await_that, send
+from support.etcd_users import require_login
+from test_nodes import CONF, WRAPPED, Cluster, lose, pids_of, places
+from training import Training
+
+from ft_wrapper.agent.verdict import INFRASTRUCTURE
+from ft_wrapper.run import main
+from ft_wrapper.store import EtcdStore
+from ft_wrapper.store.etcd_messages import Range, Transaction, put
+from ft_wrapper.store.etcd_watch import Watch
+from ft_wrapper.testing import EtcdServer
+from ft_wrapper.testing.etcd_server import EtcdTLS, free_port
+
+
+@pytest.fixture
+def members() -> Iterator[EtcdServer]:
+    """Three members of etcd."""
+    with EtcdServer(members=3) as server:
+        yield server
+
+
+class EtcdCluster(Cluster):
+    """A cluster whose nodes meet in etcd."""
+
+    @property
+    def address(self) -> str:
+        return f"etcd://{self._endpoint}/ft_wrapper/job"
+
+    def use(self, etcd: EtcdServer) -> None:
+        self._endpoint = etcd.endpoints
+        self._options += ["--rdzv-backend", "etcd", "--rdzv-id", "job"]
+        self._conf = CONF.replace("last_call_timeout=0.2", "last_call_timeout=60")
+
+
+# Each rank counts, in a file of its own.
+COUNTING = WRAPPED.replace(
+    """            time.sleep(0.02)
+""",
+    """            time.sleep(0.02)
+            with open(f"{folder}/count.{os.environ['RANK']}", "a") as file:
+                file.write(".")
+""",
+)
+
+
+def left_in(etcd: EtcdServer) -> list[bytes]:
+    """All keys."""
+    with contextlib.closing(etcd.get_client()) as client:
+        return [kv.key for kv in client.read(Range.prefix(b"ft_wrapper"))]
+
+
+def test_any_machine_may_be_lost(
+    tmp_path: Path, members: EtcdServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Training(tmp_path, members.endpoints) as cluster:
+        nodes = [cluster.start(str(number)) for number in range(3)]
+        began = cluster.await_active([0, 1, 2, 3], *nodes)
+        await_that(lambda: all("a job has formed" in node.said for node in nodes), *nodes)
+
+        leader = members.leader()
+        members.kill(leader)
+        assert cluster.go_on(*nodes) == began
+        members.restart(leader)
+
+        # The first machine: its agent, and the first ranks.
+        lose(nodes[0])
+        without = cluster.await_active([2, 3, 4, 5], *nodes[1:])
+        assert cluster.go_on(*nodes[1:]) == without == began + 1
+        found = [(node, place) for node, place, *_ in places(cluster, capsys)]
+        assert found == [("0", "lost"), ("1", "seat"), ("2", "seat")]
+        nodes[0] = cluster.start("0")
+        again = cluster.await_active([0, 1, 2, 3], *nodes)
+
+        # Both at once, as on a machine that has a member of etcd, and ranks.
+        members.kill(members.leader())
+        lose(nodes[1])
+        without = cluster.await_active([0, 1, 4, 5], nodes[0], nodes[2])
+        assert cluster.go_on(nodes[0], nodes[2]) == without == again + 1
+        cluster.finish(nodes[0], nodes[2])
+    assert [[len(pids) for pids in pids_of(node).values()] for node in nodes] == [[1, 1]] * 3
+
+
+def lose_majority(members: EtcdServer) -> None:
+    """Of three."""
+    members.kill(0)
+    members.kill(1)
+
+
+@pytest.mark.nightly("there is an outage in test_without_a_majority_training_goes_on_and_a_fault_waits")
+def test_an_outage_longer_than_all_timeouts_disturbs_nobody(tmp_path: Path, members: EtcdServer) -> None:
+    """Without a fault. What stands still for want of etcd is no one's silence."""
+    conf = ",read_timeout=1"
+    timeouts = {"soft_timeout": 8, "hard_timeout": 12, "heartbeat_timeout": 12, "barrier_timeout": 15}
+    with Training(tmp_path, members.endpoints, conf, **timeouts) as cluster:
+        nodes = [cluster.start(str(number)) for number in range(3)]
+        began = cluster.await_all(*nodes)
+        await_that(lambda: all("a job has formed" in node.said for node in nodes), *nodes)
+        lose_majority(members)
+        # A try of barrier_timeout, the longest of them, has been in vain.
+        await_that(lambda: all("training goes on" in node.said for node in nodes), *nodes)
+        assert cluster.go_on(*nodes) == began
+        members.restart(0)
+        members.restart(1)
+        await_that(lambda: all("the rendezvous store is back" in node.said for node in nodes), *nodes)
+        assert cluster.go_on(*nodes) == began
+        cluster.finish(*nodes)
+    assert cluster.trained()[0] == began
+    assert [[len(pids) for pids in pids_of(node).values()] for node in nodes] == [[1, 1]] * 3
+    assert any("no heartbeat reaches the store" in node.said for node in nodes)
+    evicts = "has sent no heartbeat", "no heartbeat from"
+    assert not any(words in node.said for words in evicts for node in nodes)
+
+
+@pytest.mark.nightly("there is an outage in test_without_a_majority_training_goes_on_and_a_fault_waits")
+def test_a_fault_in_an_outage_longer_than_barrier_timeout_ends_the_job(
+    tmp_path: Path, members: EtcdServer
+) -> None:
+    timeouts = {"soft_timeout": 6, "hard_timeout": 9, "heartbeat_timeout": 9, "barrier_timeout": 10}
+    with Training(tmp_path, members.endpoints, ",read_timeout=2", nnodes="2", **timeouts) as cluster:
+        nodes = [cluster.start(str(number)) for number in range(2)]
+        cluster.await_all(*nodes)
+        await_that(lambda: all("a job has formed" in node.said for node in nodes), *nodes)
+        families = [process for node in nodes for process in node.family()]
+        lose_majority(members)
+        (cluster.shared / "fail").touch()
+        assert [node.end() for node in nodes] == [INFRASTRUCTURE] * 2, nodes[0].said
+        assert all_gone(families, TIMEOUT) == []
+    hints = "see whether its members run, can be reached, and have a majority"
+    for node in nodes:
+        leaving = [line for line in node.said.splitlines() if "leaves the job" in line]
+        assert len(leaving) == 2
+        for line in leaving:
+            assert "StoreUnavailable" in line and members.endpoints in line and hints in line
+        assert "InternalError" not in node.said
+        last = node.said.splitlines()[-1]
+        assert "exit code 75 (infrastructure): no rank is left here, and none can be started again" in last
+        assert members.endpoints in last and hints in last
+
+
+def test_without_a_majority_training_goes_on_and_a_fault_waits(tmp_path: Path, members: EtcdServer) -> None:
+    with EtcdCluster(tmp_path, COUNTING, nnodes="2") as cluster:
+        cluster.use(members)
+        nodes = [cluster.start(str(number)) for number in range(2)]
+        before = cluster.await_inside(2, *nodes)
+        await_that(lambda: all("a job has formed" in node.said for node in nodes), *nodes)
+        members.kill(0)
+        members.kill(1)
+        counts = [cluster.shared / f"count.{rank}" for rank in range(2)]
+        await_that(lambda: all(path.exists() for path in counts), *nodes)
+        began = [path.stat().st_size for path in counts]
+        await_that(
+            lambda: all(p.stat().st_size > s + 100 for p, s in zip(counts, began, strict=True)), *nodes
+        )
+        send(before[1]["pid"], signal.SIGKILL)
+        await_that(lambda: "it is started again" in nodes[1].said, *nodes)
+        members.restart(0)
+        after = cluster.await_inside(2, *nodes)
+        members.restart(1)
+        cluster.finish(*nodes)
+    assert after[0]["pid"] == before[0]["pid"]
+    assert after[1]["pid"] != before[1]["pid"]
+    assert after[0]["iteration"] == before[0]["iteration"] + 1
+    assert left_in(members) == []
+
+
+@contextlib.contextmanager
+def short_lease(etcd: EtcdServer) -> Iterator[None]:
+    """A job that is begun in the block has a lease of a few seconds: shorter than ftrun lets one ask for."""
+    store = EtcdStore(etcd.endpoints, "ft_wrapper/job", ttl=timedelta(seconds=3))
+    try:
+        yield
+    finally:
+        store.close()
+
+
+def await_end_of_lease(etcd: EtcdServer, *, heartbeats: bool = False) -> None:
+    """Waits until the job is gone, which no one keeps alive any more; and its heartbeats, if so said."""
+    with contextlib.closing(etcd.get_client()) as client:
+        (life,) = client.read(Range(b"ft_wrapper/job/life"))
+        span = Range.prefix(b"ft_wrapper/job/") if heartbeats else Range(life.key)
+        watch = Watch(client, span, life.mod_revision + 1)
+        too_late = threading.Timer(TIMEOUT, watch.close)
+        too_late.start()
+        try:
+            assert any(not heartbeats or left_in(etcd) == [] for _ in watch.events())
+        finally:
+            too_late.cancel()
+            too_late.join()
+            watch.close()
+
+
+@pytest.mark.nightly("tests/process/store has leases that end always")
+def test_nothing_is_left_of_a_job_that_died_with_all_its_processes(
+    tmp_path: Path, members: EtcdServer
+) -> None:
+    with EtcdCluster(tmp_path, WRAPPED, nnodes="2") as cluster:
+        cluster.use(members)
+        with short_lease(members):
+            nodes = [cluster.start(str(number)) for number in range(2)]
+            cluster.await_inside(2, *nodes)
+        for node in nodes:
+            lose(node)
+        assert left_in(members) != []
+        await_end_of_lease(members, heartbeats=True)
+
+
+@pytest.mark.nightly(
+    "tests/process/store has leases that end, and a paused host is in tests/process/wrapper/test_rejoin.py"
+)
+def test_who_was_stopped_for_longer_than_the_lease_is_told_and_uses_no_number_again(
+    tmp_path: Path, members: EtcdServer
+) -> None:
+    with EtcdCluster(tmp_path, WRAPPED, nnodes="1") as cluster:
+        cluster.use(members)
+        with short_lease(members):
+            stopped = cluster.start("0")
+            cluster.await_inside(1, stopped)
+        family = stopped.family()
+        # All that keep the lease alive.
+        for pid in (stopped.process.pid, *(process.pid for process in family)):
+            send(pid, signal.SIGSTOP)
+        await_end_of_lease(members)
+        # Another job has the id now, with the same numbers.
+        other = cluster.start("0")
+        (before,) = cluster.await_inside(1, other)
+        for pid in (stopped.process.pid, *(process.pid for process in family)):
+            send(pid, signal.SIGCONT)
+        assert stopped.end() == INFRASTRUCTURE, stopped.said
+        assert all_gone(family, TIMEOUT) == []
+        assert cluster.inside(1) == []
+        cluster.finish(other)
+    assert len(stopped.events("enter")) == len(other.events("enter")) == 1
+    assert "the job's keys are gone" in stopped.said.splitlines()[-1]
+    assert list(pids_of(other).values()) == [[before["pid"]]]
+    assert left_in(members) == []
+
+
+def test_a_wrapped_job_over_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks, too, find certificates where etcdctl does."""
+    authority = trustme.CA()
+    issued = authority.issue_cert("127.0.0.1")
+    files = {name: str(tmp_path / f"{name}.pem") for name in ("ca", "cert", "key")}
+    authority.cert_pem.write_to_path(files["ca"])
+    issued.cert_chain_pems[0].write_to_path(files["cert"])
+    issued.private_key_pem.write_to_path(files["key"])
+    for variable, name in (("CACERT", "ca"), ("CERT", "cert"), ("KEY", "key")):
+        monkeypatch.setenv(f"ETCDCTL_{variable}", files[name])
+    with (
+        EtcdServer(tls=EtcdTLS(**files)) as server,
+        EtcdCluster(tmp_path, WRAPPED, nnodes="1") as cluster,
+    ):
+        cluster.use(server)
+        assert server.endpoints.startswith("https://")
+        node = cluster.start("0")
+        (rank,) = cluster.await_inside(1, node)
+        assert rank["FT_WRAPPER_STORE"].startswith("etcd://")
+        cluster.finish(node)
+        assert left_in(server) == []
+
+
+@pytest.fixture
+def end_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Starts a job that cannot begin; gives the line that it ends with."""
+    script = tmp_path / "script.py"
+    script.touch()
+
+    def end(endpoint: str, is_down: bool = False) -> str:
+        options = ["--nnodes", "1", "--rdzv-backend", "etcd", "--rdzv-endpoint", endpoint, "--rdzv-id", "job"]
+        try:
+            code = main([*options, str(script)])
+        except SystemExit as ended:  # of what the command line itself is checked for
+            code = ended.code
+        assert code == (75 if is_down else 2)
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
+    return end
+
+
+def test_nobody_answers(end_of: Callable[..., str]) -> None:
+    assert "Connection refused" in end_of(f"localhost:{free_port()}", is_down=True)
+
+
+def test_no_majority_at_the_beginning(end_of: Callable[..., str], members: EtcdServer) -> None:
+    members.kill(0)
+    members.kill(1)
+    assert "have a majority" in end_of(members.endpoints, is_down=True)
+
+
+def test_somebody_else_s_keys(end_of: Callable[..., str], members: EtcdServer) -> None:
+    with contextlib.closing(members.get_client()) as client:
+        client.transaction(Transaction("put", [put(b"ft_wrapper/job/life", b"somebody's")]))
+    assert "another program has this prefix" in end_of(members.endpoints)
+
+
+def test_who_may_not_come_in(
+    end_of: Callable[..., str], members: EtcdServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_login(members, {"root": "secret"}, {})
+    assert "wants a user and a password" in end_of(members.endpoints)
+    monkeypatch.setenv("ETCDCTL_USER", "root:guessed")
+    line = end_of(members.endpoints)
+    assert "authentication failed" in line
+    assert "guessed" not in line
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "words"),
+    [
+        ("ETCDCTL_USER", "root", "ETCDCTL_USER=root comes without a password"),
+        ("ETCDCTL_CACERT", "/nowhere/ca.pem", "ca='/nowhere/ca.pem', cert=None, key=None cannot be used"),
+    ],
+)
+def test_what_is_wrong_before_etcd_is_asked(
+    end_of: Callable[..., str], monkeypatch: pytest.MonkeyPatch, variable: str, value: str, words: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    assert words in end_of("localhost:1")

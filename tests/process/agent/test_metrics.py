@@ -1,0 +1,286 @@
+"""What Prometheus is told, of a real job through faults; dashboard and alerts ask for nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import subprocess
+import textwrap
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agent_job import TIMEOUT, FtRun, await_that
+
+from ft_wrapper import events
+from ft_wrapper.agent import health
+from ft_wrapper.agent.metrics import CAUSES, NODE_STATES
+from ft_wrapper.agent.rank_metrics import PHASES, RANK_STATES
+from ft_wrapper.testing.etcd_server import free_port
+
+parser = pytest.importorskip("prometheus_client.parser", reason="prometheus-client is not installed")
+
+ROOT = Path(__file__).resolve().parents[3]
+MONITORING = ROOT / "examples" / "monitoring"
+JOB = ROOT / "tests" / "goodput" / "goodput_job.py"
+NAMES = re.compile(r"\bft_wrapper_\w+")
+PROMTOOL = shutil.which("promtool")
+needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed (Debian: prometheus)")
+
+Samples = dict[tuple[str, ...], float]
+
+
+def scrape(port: int, form: str = "text/plain") -> str:
+    asked = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"Accept": form})
+    with urllib.request.urlopen(asked, timeout=TIMEOUT) as answer:
+        return str(answer.read().decode())
+
+
+def samples(text: str) -> Samples:
+    """The values, by name and labels but for the job's."""
+    found = {}
+    for family in parser.text_string_to_metric_families(text):
+        for one in family.samples:
+            labels = [value for name, value in sorted(one.labels.items()) if name != "run_id"]
+            assert one.labels["run_id"]
+            found[(one.name, *labels)] = one.value
+    return found
+
+
+def promtool(*words: str, stdin: str = "") -> str:
+    """What it says; it must find nothing wrong."""
+    assert PROMTOOL is not None
+    done = subprocess.run(
+        [PROMTOOL, *words], input=stdin, capture_output=True, text=True, timeout=TIMEOUT, check=False
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    return said
+
+
+@dataclasses.dataclass(frozen=True)
+class Scraped:
+    """A job that was scraped.
+
+    Args:
+        early: a scrape in its first iteration, or later.
+        late: another one, when all steps were done and the killed process was back.
+        newer: one more, in the format that Prometheus asks for first.
+        records: all events.
+    """
+
+    early: str
+    late: str
+    newer: str
+    records: list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Scraped:
+    """Two ranks of three train: an exception, a SIGKILL, a hang."""
+    folder = tmp_path_factory.mktemp("metrics") / "job"
+    folder.mkdir()
+    os.mkfifo(folder / "gate")
+    port = free_port()
+    words = ["--nproc-per-node", "3", "--max-rank-restarts", "100", "--rdzv-id", "llm", str(JOB), str(folder)]
+    words += ["--faults", "exception:17,sigkill:28,hang:45", "--active", "2", "--gate"]
+    with FtRun(folder / "run", *words, environment={health.ADDRESS_ENV: f"127.0.0.1:{port}"}) as run:
+        run.await_file(folder / "checkpoint")
+        early = scrape(port)
+        run.await_file(folder / "at the gate")
+        await_that(lambda: len(run.events("register")) == 4, run)
+        late = scrape(port)
+        newer = scrape(port, "application/openmetrics-text; version=1.0.0")
+        (folder / "gate").write_text("")
+        assert run.end() == 0, run.said
+    return Scraped(early, late, newer, events.load(str(folder / "run" / "events")))
+
+
+def test_restarts_and_ranks_of_a_job(job: Scraped) -> None:
+    found = samples(job.late)
+    restarts = {cause: found["ft_wrapper_restarts_total", cause] for cause in CAUSES}
+    caused = {cause: count for cause, count in restarts.items() if count}
+    # The killed process comes back at once or at the next restart, which may be one of its own.
+    assert caused.pop("join", 0) <= 1
+    assert caused == {"exception": 1, "terminated": 1, "soft_timeout": 1}
+    number = sum(restarts.values())
+    assert found["ft_wrapper_restart_seconds_count", "total"] == number
+    assert found["ft_wrapper_restart_seconds_bucket", "+Inf", "total"] == number
+    total = found["ft_wrapper_restart_seconds_sum", "total"]
+    parts = sum(found["ft_wrapper_restart_seconds_sum", phase] for phase in PHASES if phase != "total")
+    assert 0 < parts <= total * 1.001 + 0.05
+    ranks = {state: found["ft_wrapper_ranks", state] for state in RANK_STATES}
+    assert (ranks["active"], ranks["spare"] + ranks["waiting"], ranks["gone"]) == (2, 1, 0)
+    assert found["ft_wrapper_iteration",] == number
+    assert found["ft_wrapper_step",] == 59
+    assert found["ft_wrapper_replacements_total",] == 1
+    assert found["ft_wrapper_nodes", "active"] == 1
+    newest = max(record["time"] for record in job.records if record["event"] == "enter")
+    assert newest < found["ft_wrapper_last_progress_timestamp_seconds",] <= time.time()
+
+
+FAILS = """
+    import os, pathlib, signal, sys, time
+    from ft_wrapper import Wrapper
+
+    folder, how = pathlib.Path(sys.argv[1]), sys.argv[2]
+
+    @Wrapper(max_faults=1, use_global_iteration=True, active_world_size=2)
+    def train(call_wrapper=None):
+        if os.environ["RANK"] == "1" and call_wrapper.iteration == 0:
+            if how == "excluded":
+                raise RuntimeError("its slot is excluded for that")
+            os.kill(os.getpid(), signal.SIGKILL)
+        (folder / os.environ["RANK"]).touch()
+        while not (folder / "gate").exists():
+            time.sleep(0.02)
+
+    train()
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "why", "gone"),
+    [
+        ("excluded", "not started again: it left the job for good", 0),
+        ("killed", "not started again (--max-rank-restarts 0)", 1),
+    ],
+)
+def test_one_that_has_failed_is_gone_unless_it_was_excluded(
+    tmp_path: Path, how: str, why: str, gone: int
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(FAILS))
+    port = free_port()
+    words = ["--nproc-per-node", "3"] + (["--max-rank-restarts", "0"] if how == "killed" else [])
+    words += [str(script), str(tmp_path), how]
+    with FtRun(tmp_path / "run", *words, environment={health.ADDRESS_ENV: f"127.0.0.1:{port}"}) as run:
+        run.await_file(tmp_path / "1")  # by the one that was a spare
+        await_that(lambda: why in run.said, run)
+        found = samples(scrape(port))
+        (tmp_path / "gate").touch()
+        run.end()
+    ranks = {state: found["ft_wrapper_ranks", state] for state in RANK_STATES}
+    assert ranks == {**dict.fromkeys(RANK_STATES, 0), "active": 2, "gone": gone}
+    assert found["ft_wrapper_rank_failures_total",] == 1
+
+
+STUCK = """
+    import os, pathlib, sys, time
+    from ft_wrapper import Wrapper
+    from ft_wrapper.finalize import Finalize
+
+    folder = pathlib.Path(sys.argv[1])
+
+    class AtTheGate(Finalize):
+        def __call__(self, state):
+            (folder / f"{state.rank} finalizes").touch()
+            while not (folder / "gate").exists():
+                time.sleep(0.02)
+            return state
+
+    @Wrapper(finalize=AtTheGate())
+    def train(call_wrapper=None):
+        if os.environ["RANK"] == "0" and call_wrapper.iteration == 0:
+            raise RuntimeError("once")
+        while call_wrapper.iteration == 0:
+            time.sleep(0.02)
+
+    train()
+"""
+
+
+def test_ranks_between_two_iterations_are_restarting(tmp_path: Path) -> None:
+    """An alert asks for that."""
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(STUCK))
+    port = free_port()
+    words = ["--nproc-per-node", "2", str(script), str(tmp_path)]
+    with FtRun(tmp_path / "run", *words, environment={health.ADDRESS_ENV: f"127.0.0.1:{port}"}) as run:
+        for rank in range(2):
+            run.await_file(tmp_path / f"{rank} finalizes")
+        found = samples(scrape(port))
+        (tmp_path / "gate").touch()
+        assert run.end() == 0, run.said
+    assert (found["ft_wrapper_ranks", "restarting"], found["ft_wrapper_ranks", "active"]) == (2, 0)
+
+
+def test_no_counter_goes_down(job: Scraped) -> None:
+    early, late = samples(job.early), samples(job.late)
+    counters = [key for key in early if key[0].endswith(("_total", "_count", "_sum", "_bucket"))]
+    assert counters and all(late[key] >= early[key] for key in counters)
+    assert early.keys() <= late.keys() | {("ft_wrapper_workers_state", "unhealthy")}
+
+
+def test_openmetrics_is_the_same(job: Scraped) -> None:
+    from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
+    assert job.newer.endswith("# EOF\n")
+    names = {one.name for family in text_string_to_metric_families(job.newer) for one in family.samples}
+    assert names == {name for name, *_ in samples(job.late)}
+
+
+@needs_promtool
+def test_prometheus_reads_what_it_is_told(job: Scraped) -> None:
+    for text in (job.early, job.late):
+        assert promtool("check", "metrics", stdin=text) == ""
+
+
+def test_dashboard_and_alerts_ask_for_what_there_is(job: Scraped) -> None:
+    """By name, and by the values of labels that they choose."""
+    exported = samples(job.late)
+    names = {name for name, *_ in exported} | {"ft_wrapper_restart_seconds"}  # all of the histogram
+    for path in sorted(MONITORING.iterdir()):
+        text = path.read_text()
+        asked = set(NAMES.findall(text)) - {"ft_wrapper_"}
+        assert asked and asked <= names, f"{path.name} asks for {asked - names}"
+        for label, value in re.findall(r'\b(cause|phase|state)!?=\\?"(\w+)\\?"', text):
+            known = {"cause": CAUSES, "phase": PHASES, "state": {*RANK_STATES, *NODE_STATES}}
+            assert value in known[label], f"{path.name}: there is no {label}={value}"
+
+
+@needs_promtool
+def test_alerts_fire_when_they_should(tmp_path: Path) -> None:
+    promtool("check", "rules", str(MONITORING / "alerts.yaml"))
+    promtool("test", "rules", str(Path(__file__).parent / "alerts_test.yaml"))
+
+
+def test_every_alert_is_tested() -> None:
+    alerts = re.findall(r"alert: (\w+)", (MONITORING / "alerts.yaml").read_text())
+    tests = (Path(__file__).parent / "alerts_test.yaml").read_text()
+    assert alerts and all(re.search(rf"alertname: {alert}\n\s+exp_alerts", tests) for alert in alerts)
+
+
+def expressions() -> list[str]:
+    dashboard = json.loads((MONITORING / "dashboard.json").read_text())
+    panels = dashboard["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    return [target["expr"] for panel in panels for target in panel["targets"]]
+
+
+@needs_promtool
+def test_the_dashboard_asks_in_prometheus_language(tmp_path: Path) -> None:
+    rules = tmp_path / "rules.yaml"
+    lines = ["groups:", "- name: dashboard", "  rules:"]
+    for number, expression in enumerate(expressions()):
+        # Grafana puts in what it calls by a dollar.
+        asked = re.sub(r"\$__(range|rate_interval)", "5m", expression).replace("$run_id", "llm")
+        assert "$" not in asked
+        lines += [f"  - record: panel:{number}", f"    expr: {json.dumps(asked)}"]
+    rules.write_text("\n".join(lines) + "\n")
+    assert f"SUCCESS: {len(expressions())} rules found" in promtool("check", "rules", str(rules))
+
+
+def test_panels_do_not_overlap() -> None:
+    dashboard = json.loads((MONITORING / "dashboard.json").read_text())
+    taken: set[tuple[int, int]] = set()
+    for panel in dashboard["panels"]:
+        at = panel["gridPos"]
+        cells = {(at["x"] + x, at["y"] + y) for x in range(at["w"]) for y in range(at["h"])}
+        assert not taken & cells and at["x"] + at["w"] <= 24, panel["title"]
+        taken |= cells

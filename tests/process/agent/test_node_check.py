@@ -1,0 +1,304 @@
+"""The check of a node: the tries and their limits, the command, the options."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from agent_job import TIMEOUT, FtRun, await_that
+from support.ended import has_ended
+from torch.distributed.elastic.rendezvous import RendezvousError
+
+from ft_wrapper.agent import options as ftrun_options
+from ft_wrapper.agent.node_check import LONGEST_WAIT, NodeCheck, await_pass
+from ft_wrapper.agent.one_node import OneNode
+from ft_wrapper.agent.options import Options, parse_args
+from ft_wrapper.agent.signals import Signalled, held, queued
+
+MEET = ("--nnodes", "2", "--rdzv-endpoint", "head:29400")
+
+
+# The tries -------------------------------------------------------------------------------------------------
+
+
+def tries(*answers: str, retries: int | None = None) -> tuple[bool, list[str], list[float]]:
+    """Whether it passed at once, why it was kept out, and for how long it waited after each try."""
+    left = iter(answers)
+
+    class Answers(NodeCheck):
+        def failure(self) -> str:
+            return next(left)
+
+    reasons: list[str] = []
+    waits: list[float] = []
+    passed = await_pass(Answers("", retries=retries), "node 7", reasons.append, waits.append)
+    assert next(left, None) is None
+    return passed, reasons, waits
+
+
+def test_a_node_that_passes_is_not_kept_out(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "ft_wrapper")
+    assert tries("") == (True, [], [])
+    assert caplog.messages == []
+
+
+def test_it_waits_longer_each_time_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "ft_wrapper")
+    passed, reasons, waits = tries(*["no disk"] * 100, "")
+    assert not passed
+    assert reasons == ["no disk"] * 100
+    assert waits[:8] == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, LONGEST_WAIT, LONGEST_WAIT]
+    assert set(waits[8:]) == {LONGEST_WAIT}
+    out, come = caplog.messages
+    assert out == "node 7 is kept out of the job until it passes its check: no disk"
+    assert come.startswith("node 7 has passed its check after ")
+
+
+def test_another_reason_is_said_as_well(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "ft_wrapper")
+    tries("no disk", "no disk", "no link", "no link", "no disk", "")
+    out = "node 7 is kept out of the job until it passes its check: "
+    assert caplog.messages == [f"{out}no disk", f"{out}no link", f"{out}no disk"]
+
+
+def test_tries_are_limited() -> None:
+    with pytest.raises(RendezvousError, match=r"^node 7 has failed its check 3 times, the last time: c$"):
+        tries("a", "b", "c", retries=2)
+    with pytest.raises(RendezvousError, match=r"^node 7 has failed its check: a$"):
+        tries("a", retries=0)
+
+
+def test_a_node_that_is_alone_does_not_begin() -> None:
+    node = OneNode(1, check=NodeCheck("echo no disk; exit 1", retries=0))
+    with pytest.raises(RendezvousError, match="this node has failed its check: --node-check: no disk"):
+        node.next_round()
+    node.close()
+
+
+# The command -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        ("true", ""),
+        ("echo all is well; exit 0", ""),
+        ("exit 3", "--node-check: exit status 3"),
+        (
+            "echo first; echo 'the fan stands still'; echo; exit 1",
+            "--node-check: the fan stands still (exit status 1)",
+        ),
+        ("echo out; echo err >&2; exit 1", "--node-check: err (exit status 1)"),
+        (r"printf 'half a line'; exit 1", "--node-check: half a line (exit status 1)"),
+        (r"printf 'red \033[31mline\n'; exit 1", "--node-check: red [31mline (exit status 1)"),
+        ("kill -9 $$", "--node-check: killed by SIGKILL"),
+        ("no-such-program-7", "--node-check: /bin/sh: "),
+        ("yes | head -n 100000; echo last; exit 1", "--node-check: last (exit status 1)"),
+        ("exec >&- 2>&-; exit 4", "--node-check: exit status 4"),
+        ("read line || echo no input; exit 1", "--node-check: no input (exit status 1)"),
+    ],
+)
+def test_what_a_command_says(command: str, why: str) -> None:
+    said = NodeCheck(command, TIMEOUT).failure()
+    assert said == why or (why.endswith("/bin/sh: ") and "no-such-program-7" in said)
+
+
+def test_a_disk_without_room_does_not_hide_the_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nothing"))
+    assert NodeCheck("echo full; exit 1").failure() == "--node-check: full (exit status 1)"
+
+
+def test_a_command_that_has_become_another_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``sh -c "sudo look"`` becomes sudo, which no other user may kill."""
+
+    def refuse(group: int, signum: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "killpg", refuse)
+    assert NodeCheck("true").failure() == ""
+
+
+def test_a_long_line_is_cut() -> None:
+    said = NodeCheck("yes x | tr -d '\\n' | head -c 3000; exit 1", TIMEOUT).failure()
+    assert len(said) < 400 and "xxx… (exit status 1)" in said
+
+
+def children(folder: Path) -> list[psutil.Process]:
+    """The processes whose numbers are in the folder's files; one may be empty, of a shell that was killed."""
+    found = []
+    for number in filter(None, (path.read_text() for path in folder.glob("pid.*"))):
+        try:
+            found.append(psutil.Process(int(number)))
+        except psutil.NoSuchProcess:
+            continue
+    return [process for process in found if not has_ended(process)]
+
+
+# It has a child, and is deaf to what asks it to end.
+HANGS = (
+    "trap '' TERM INT; sleep 1000 & echo $! > {0}/pid.child; echo $$ > {0}/pid.shell; "
+    "echo busy; touch {0}/on; wait"
+)
+
+
+def test_a_command_that_hangs_is_killed_with_what_it_has_started(tmp_path: Path) -> None:
+    said = NodeCheck(HANGS.format(tmp_path), 1.0).failure()
+    assert said == "--node-check: busy (it has not ended within 1 s)"
+    assert len(list(tmp_path.glob("pid.*"))) == 2
+    _, left = psutil.wait_procs(children(tmp_path), TIMEOUT)
+    assert [process for process in left if not has_ended(process)] == []
+
+
+def test_what_a_command_leaves_is_killed_though_it_prints_for_ever(tmp_path: Path) -> None:
+    said = NodeCheck(f"yes & echo $! > {tmp_path}/pid.child; exit 5", TIMEOUT).failure()
+    assert "exit status 5" in said
+    _, left = psutil.wait_procs(children(tmp_path), TIMEOUT)
+    assert [process for process in left if not has_ended(process)] == []
+
+
+@pytest.fixture
+def killer(tmp_path: Path) -> Iterator[None]:
+    """Sends this process a signal once the command is on."""
+    stop = threading.Event()
+
+    def send() -> None:
+        while not stop.wait(0.02):
+            if (tmp_path / "on").exists():
+                os.kill(os.getpid(), signal.SIGINT)
+                return
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    yield
+    stop.set()
+    thread.join()
+
+
+@pytest.mark.usefixtures("killer")
+def test_a_signal_ends_the_command(tmp_path: Path) -> None:
+    with queued((signal.SIGINT, signal.SIGCHLD)) as signals, pytest.raises(Signalled), signals.raised():
+        NodeCheck(HANGS.format(tmp_path), TIMEOUT).failure()
+    _, left = psutil.wait_procs(children(tmp_path), TIMEOUT)
+    assert [process for process in left if not has_ended(process)] == []
+
+
+def test_a_signal_while_it_is_started_is_not_lost(tmp_path: Path) -> None:
+    """What is raised in a function that a fork calls is lost."""
+
+    def interrupt() -> None:
+        if os.getpid() == here and not interrupted:
+            interrupted.append(os.kill(os.getpid(), signal.SIGINT))
+
+    here, interrupted = os.getpid(), []
+    os.register_at_fork(before=interrupt)
+    check = NodeCheck(HANGS.format(tmp_path), TIMEOUT)
+    with queued((signal.SIGINT, signal.SIGCHLD)) as signals, pytest.raises(Signalled), signals.raised():
+        check.failure()
+    assert interrupted
+    _, left = psutil.wait_procs(children(tmp_path), TIMEOUT)
+    assert [process for process in left if not has_ended(process)] == []
+
+
+def test_a_signal_is_held() -> None:
+    with queued((signal.SIGINT,)) as signals, signals.raised():
+        with pytest.raises(Signalled), held():
+            os.kill(os.getpid(), signal.SIGINT)
+            went_on = True
+        with held():
+            os.kill(os.getpid(), signal.SIGINT)  # one is enough
+    assert went_on
+    with held():  # of no one
+        pass
+
+
+# The options -----------------------------------------------------------------------------------------------
+
+
+def parsed(*arguments: str) -> Options:
+    return parse_args([*arguments, "--no-python", "true"])
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("PET_"):
+            monkeypatch.delenv(name)
+
+
+def test_nothing_is_checked_by_default() -> None:
+    for arguments in ((), MEET, (*MEET, "--rdzv-backend", "c10d")):
+        assert parsed(*arguments).node_check is None
+
+
+def test_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parsed("--node-check", "true").node_check == NodeCheck("true", 120.0, 0)
+    assert parsed(*MEET, "--node-check", "true").node_check == NodeCheck("true", 120.0, None)
+    asked = ("--node-check", "a b", "--node-check-timeout", "7", "--node-check-retries", "3")
+    for where in ((), MEET):
+        assert parsed(*where, *asked).node_check == NodeCheck("a b", 7.0, 3)
+    monkeypatch.setenv("PET_NODE_CHECK", "c")
+    assert parsed(*MEET).node_check == NodeCheck("c")
+    monkeypatch.setenv("PET_NODE_CHECK", "")
+    assert parsed(*MEET).node_check is None
+
+
+def test_the_checks_of_an_earlier_version_are_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "--node-checks" not in ftrun_options.make_parser().format_help()
+    for variable, arguments in (("auto", ()), ("", ("--node-checks", "auto"))):
+        monkeypatch.setenv("PET_NODE_CHECKS", variable)
+        with pytest.raises(SystemExit) as end:
+            parsed(*arguments)
+        assert end.value.code == 2
+        said = capsys.readouterr().err
+        assert said.startswith("ftrun: error: --node-checks auto: ") and "use --node-check CMD" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--node-check-timeout", "0"], "--node-check-timeout 0: must be at least 0.001 and finite"),
+        (["--node-check-timeout", "soon"], "--node-check-timeout soon: must be at least 0.001 and finite"),
+        (["--node-check-retries", "-1"], "--node-check-retries -1: use a number of at least 0"),
+        (
+            [*MEET, "--rdzv-backend", "c10d", "--node-check", "true"],
+            "--node-check true and --rdzv-backend c10d contradict each other",
+        ),
+    ],
+)
+def test_what_is_refused(arguments: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        parsed(*arguments)
+    assert end.value.code == 2
+    assert capsys.readouterr().err.startswith(f"ftrun: error: {word}")
+
+
+# One node --------------------------------------------------------------------------------------------------
+
+
+def test_one_node_that_fails_starts_nothing(tmp_path: Path) -> None:
+    with FtRun(tmp_path / "node", "--node-check", "echo no disk; exit 1", "--no-python", "true") as node:
+        assert node.end() == 76
+    (line,) = [line for line in node.said.splitlines() if "ftrun: error: " in line]
+    assert line.endswith("this node has failed its check: --node-check: no disk (exit status 1)")
+    assert node.events("rank_started") == []
+
+
+def test_one_node_that_may_try_again(tmp_path: Path) -> None:
+    check = ("--node-check", f"test -e {tmp_path}/well", "--node-check-retries", "100")
+    with FtRun(tmp_path / "node", *check, "--no-python", "true") as node:
+        await_that(lambda: "this node is kept out of the job" in node.said, node)
+        assert node.events("rank_started") == []
+        (tmp_path / "well").touch()
+        assert node.end() == 0, node.said
+    assert len(node.events("rank_started")) == 1

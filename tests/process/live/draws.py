@@ -1,0 +1,412 @@
+"""Draws trainings, and runs each without and with faults: the same bits must come out.
+
+    python tests/process/live/draws.py --cases 500 --seed 0 --processes 2
+
+A case is drawn from its seed: optimizer and options, type of the weights, buffers, memory format, optimizers
+that rest, groups added later, schedulers, scaler, averages, wrapped layers, ways to train in parallel, ranks,
+and one to three faults. ``--seed 123 --cases 1`` runs one again. What torch cannot compute is drawn again:
+each case is tried here first, alone, without LiveState. A job is one ftrun for many cases, since starting
+costs most. A case that ends or blocks its job is reported, and the rest run in a new job.
+
+A case is right if all ranks end with the bits of the run without faults (parameters, all buffers, the
+optimizers' states with their types and shapes, everything else), no step was lost, and no entry is without a
+fault of ours. With full shards a kill may go back to copies, and the steps are done again. Or the case is
+refused before its first step, by a `JobAbort` in words of ours.
+
+Not promised, and so not drawn: state in Python attributes that a forward pass changes, large buffers that
+are written without a trace in their version, an optimizer that is differentiable, random numbers without a
+seed, and collectives in an update (LBFGS, whose closure calls the model, goes with DDP only). torch's fused
+SGD with momentum in bf16 or fp16 on the CPU is left out, too: it reads memory that nothing has written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+for place in (str(HERE), str(HERE.parents[1])):
+    if place not in sys.path:
+        sys.path.insert(0, place)
+
+from draw_cases import STEPS, Case, draw  # noqa: E402
+from fault_runs import ENVIRONMENT, end_left  # noqa: E402
+from support import warm_ftrun  # noqa: E402
+
+from ft_wrapper import events  # noqa: E402
+
+EVERY = 2
+ATTEMPTS = 60
+SILENCE = 45.0
+"""Seconds without a word from any case, after which a job counts as blocked."""
+PER_JOB = 20
+REFUSALS = (
+    "has no shape yet; call its lazy module once in build()",
+    "is a ZeroRedundancyOptimizer, of which no rank has all",
+    "is a FullyShardedDataParallel, of which no rank has all",
+    "cannot be sent: it is a",
+    "state_dict() fails: it calls the collective",
+)
+"""What messages of a refusal contain."""
+
+_start = threading.Lock()
+
+
+@dataclasses.dataclass
+class Verdict:
+    """What became of a case.
+
+    Args:
+        case: which one.
+        wrong: what must not be; "": nothing.
+        refused: by which message; "": it ran.
+        happened: the faults that happened, as kind and point.
+        finite: whether the weights were numbers to the end.
+    """
+
+    case: Case
+    wrong: str = ""
+    refused: str = ""
+    happened: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+    finite: bool = True
+
+
+# Drawing -------------------------------------------------------------------------------------------------
+
+
+def drawn(seed: int) -> Case:
+    """The first case of a seed that torch can compute."""
+    for attempt in range(ATTEMPTS):
+        case = draw(seed, attempt)
+        if why_not(case) is None:
+            return case
+    raise RuntimeError(f"seed {seed}: torch can compute none of {ATTEMPTS} cases")
+
+
+class Alone:
+    """What stands in for a `LiveState` where a case is tried."""
+
+    def __init__(self, case: Case, objects: dict[str, Any]) -> None:
+        self._case, self._objects = case, objects
+        self.step = 0
+
+    def __getitem__(self, name: str) -> Any:
+        return self._objects[name]
+
+    def steps(self, total: int) -> Iterator[int]:
+        """All of them."""
+        import torch
+
+        for self.step in range(total):
+            torch.manual_seed(self.step)
+            yield self.step
+
+    def commit(self, step: int = 0, loss: float = 0.0, works: bool = True) -> None:
+        """Updates."""
+        from draw_parts import REST, update
+
+        works = not self._case.second or self.step % REST == 1
+        update(self._case, self._objects, self.step, loss, works=works)
+
+
+def why_not(case: Case) -> Exception | None:
+    """Computes a case without LiveState, as one of some ranks that are not there; returns what torch says.
+
+    Such ranks do not go with DDP: the module is called as it is.
+    """
+    import draw_parts
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if case.optimizer == "SGD" and {"fused", "momentum"} <= dict(case.options).keys() and "16" in case.dtype:
+        return ValueError("torch does not compute the same twice")
+    case = dataclasses.replace(case, wrong="")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.ranks)
+    try:
+        mesh = None
+        if case.form == "hsdp":
+            mesh = init_device_mesh("cpu", (2, case.ranks // 2), mesh_dim_names=("replicate", "shard"))
+        elif case.form == "fsdp":
+            mesh = init_device_mesh("cpu", (case.ranks,), mesh_dim_names=("shard",))
+        if mesh is not None:  # docs/live.md says so
+            with torch.device("meta"):
+                draw_parts.build(case, mesh, lambda point: None)
+        objects = draw_parts.build(case, mesh, lambda point: None)
+        live = Alone(case, objects)
+        draw_parts.train(case, live, list(objects), lambda module: module, lambda point, step: None)
+        draw_parts.described(objects)
+        # Ranks that are not there give no shards that say anything.
+        if mesh is None and not draw_parts.is_finite(objects):
+            return ValueError("the weights do not stay finite")
+    except Exception as error:
+        return error
+    finally:
+        dist.destroy_process_group()
+    return None
+
+
+# Judging -------------------------------------------------------------------------------------------------
+
+
+def judge(case: Case, folder: Path) -> Verdict | None:
+    """Judges a case by what its ranks have noted; None if it has not come to its end."""
+    verdict = Verdict(case)
+    said = _said(folder)
+    refusals = [one["why"] for one in said if one["what"] == "refused"]
+    if refusals:
+        verdict.refused = refusals[0]
+        if len(refusals) < case.ranks:
+            verdict.wrong = f"refused on {len(refusals)} of {case.ranks} ranks: {refusals[0]}"
+        elif any(one["what"] == "entered" for one in said):
+            verdict.wrong = f"refused, and not before the first step: {refusals[0]}"
+        elif not any(words in refusals[0] for words in REFUSALS):
+            verdict.wrong = f"refused in words that are not known: {refusals[0]}"
+        return verdict
+    verdict.happened = [(one["kind"], one["point"]) for one in said if one["what"] == "fault"]
+    asked = {one["iteration"] for one in said if one["what"] == "fault"}
+    errors = [  # others come in the wake of our faults
+        f"{one['mode']} run, rank {one['rank']}: {one['text']}"
+        for one in said
+        if one["what"] == "error" and one["iteration"] not in asked
+    ]
+    ends = {
+        mode: {
+            int(path.stem.partition("-")[2]): json.loads(path.read_text())
+            for path in folder.glob(f"{mode}-*.json")
+        }
+        for mode in ("clean", "faulty")
+    }
+    is_whole = all(len(each) == case.ranks for each in ends.values())
+    if not is_whole and not errors:
+        return None
+    wrong = [*dict.fromkeys(errors)][:2]
+    if not is_whole:
+        wrong.append("the job ended in this case")
+    else:
+        wrong += _differences(case, ends)
+        verdict.finite = all(end["finite"] for end in ends["clean"].values())
+        missing = len(case.faults) - len(verdict.happened)
+        wrong += [f"{missing} faults did not happen"] * bool(missing)
+    verdict.wrong = "; ".join(wrong + _wrong_entries(case, said))
+    return verdict
+
+
+def _said(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "said"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _differences(case: Case, ends: dict[str, dict[int, Any]]) -> list[str]:
+    clean, faulty, wrong = ends["clean"], ends["faulty"], []
+    replicas = {"ddp": case.ranks, "hsdp": 2, "fsdp": 1}[case.form]
+    apart = case.ranks // replicas
+    for rank in range(apart, case.ranks):
+        if clean[rank]["values"] != clean[rank % apart]["values"]:
+            what = first_difference(clean[rank % apart]["values"], clean[rank]["values"])
+            wrong.append(f"without faults, ranks {rank % apart} and {rank} differ: {what}")
+            break
+    for rank in range(case.ranks):
+        if clean[rank]["values"] != faulty[rank]["values"]:
+            what = first_difference(clean[rank]["values"], faulty[rank]["values"])
+            wrong.append(f"rank {rank} ends with other bits: {what}")
+            break
+    steps = {end["steps"] for each in ends.values() for end in each.values()}
+    return wrong + [f"ended after steps {sorted(steps)}"] * (steps != {STEPS})
+
+
+def first_difference(one: dict[str, str], other: dict[str, str]) -> str:
+    """Names what differs first of two ends, and how much does."""
+    paths = [path for path in dict.fromkeys([*one, *other]) if one.get(path) != other.get(path)]
+    first = paths[0]
+    there, here = one.get(first, "nothing"), other.get(first, "nothing")
+    return f"{first} is {there}, and then {here} ({len(paths)} of {len(one)} values)"
+
+
+def _wrong_entries(case: Case, said: list[dict[str, Any]]) -> list[str]:
+    wrong = []
+    for mode in ("clean", "faulty"):
+        entered = [one for one in said if one["what"] == "entered" and one["mode"] == mode]
+        iterations = sorted({one["iteration"] for one in said if one["mode"] == mode})
+        asked = {one["iteration"] for one in said if one["what"] == "fault"}
+        for number in iterations[:-1]:
+            if number not in asked:
+                where = number - iterations[0]
+                wrong.append(f"{mode} run: iteration {where} ended without a fault of ours")
+        for one in entered:
+            again = one["iteration"] != iterations[0]
+            most = EVERY if case.may_go_back else 0
+            # The seal of the first recovery may still be unknown.
+            is_right = one["rung"] == "CHECKPOINT" if not again or one["step"] == 0 else False
+            is_right = is_right or (again and one["rung"] in ("PEERS", "COPIES" if case.may_go_back else ""))
+            if not is_right or one["lost"] > most:
+                where = one["iteration"] - iterations[0]
+                wrong.append(f"{mode} run, iteration {where}: {one['lost']} steps lost, from {one['rung']}")
+    return [*dict.fromkeys(wrong)][:3]
+
+
+# Running -------------------------------------------------------------------------------------------------
+
+
+def run_cases(cases: list[Case], folder: Path) -> Iterator[Verdict]:
+    """Runs cases of the same number of processes; those behind one that ends its job come in another one."""
+    number = 0
+    while cases:
+        place = folder / f"{number}"
+        trouble = _run_job(cases, place)
+        done = 0
+        for case in cases:
+            verdict = judge(case, place / case.name)
+            done += 1
+            if verdict is None:
+                said = _said(place / case.name)
+                last = said[-1] if said else {}
+                verdict = Verdict(
+                    case, wrong=f"the case did not end ({trouble or 'the job did'}); last: {last}"
+                )
+                yield verdict
+                break
+            if "the job ended in this case" in verdict.wrong:
+                yield verdict
+                break
+            if trouble and done == len(cases):
+                verdict.wrong = "; ".join(filter(None, (verdict.wrong, trouble)))
+            yield verdict
+        cases = cases[done:]
+        number += 1
+
+
+def _run_job(cases: list[Case], folder: Path) -> str:
+    """Runs a job to its end, or until it says nothing more; returns what is wrong with it."""
+    folder.mkdir(parents=True)
+    for case in cases:
+        (folder / case.name).mkdir()
+    processes = cases[0].ranks + cases[0].spares
+    words = ["--nproc-per-node", processes, "--max-rank-restarts", 100 * len(cases), HERE / "train_draw.py"]
+    words += ["--folder", folder, "--names", ",".join(case.name for case in cases)]
+    environment = {"TMPDIR": str(folder), **ENVIRONMENT, events.ENV: str(folder / "events")}
+    with open(folder / "output", "wb") as output, _start:
+        ftrun = warm_ftrun.start_ftrun([str(word) for word in words], output.fileno(), folder, environment)
+    trouble = ""
+    try:
+        heard, at = -1, time.monotonic()
+        while True:
+            try:
+                code = ftrun.wait(5)
+                trouble = f"ftrun ended with {code}" if code else ""
+                break
+            except subprocess.TimeoutExpired:
+                now = sum(path.stat().st_size for path in folder.glob("*/said"))
+                if now != heard:
+                    heard, at = now, time.monotonic()
+                elif time.monotonic() - at > SILENCE:
+                    trouble = f"nothing was heard for {SILENCE:g} s"
+                    break
+    finally:
+        ftrun.kill()
+        ftrun.wait()
+    left = end_left(folder)
+    return trouble or (f"a process was left: {left[0]}" if left else "")
+
+
+def in_jobs(cases: Iterable[Case]) -> list[list[Case]]:
+    """Cases by job: those of a job have the same ranks and spares."""
+    groups: dict[tuple[int, int], list[Case]] = {}
+    for case in cases:
+        groups.setdefault((case.ranks, case.spares), []).append(case)
+    jobs = [each[at : at + PER_JOB] for each in groups.values() for at in range(0, len(each), PER_JOB)]
+    return sorted(jobs, key=len, reverse=True)
+
+
+def run_all(cases: list[Case], folder: Path, processes: int) -> Iterator[Verdict]:
+    """Runs cases, in so many jobs at once; keeps the files of those in which something is wrong."""
+    with concurrent.futures.ThreadPoolExecutor(processes) as pool:
+        futures = {
+            pool.submit(lambda job=job, at=folder / f"job-{number}": list(run_cases(job, at))): folder
+            / f"job-{number}"
+            for number, job in enumerate(in_jobs(cases))
+        }
+        for future in concurrent.futures.as_completed(futures):
+            verdicts = future.result()
+            if not any(verdict.wrong for verdict in verdicts):
+                shutil.rmtree(futures[future])
+            yield from verdicts
+
+
+# Telling -------------------------------------------------------------------------------------------------
+
+
+def table(verdicts: list[Verdict]) -> str:
+    """Counts what was drawn and what happened."""
+    ran = [verdict for verdict in verdicts if not verdict.refused]
+    lines = []
+    for name in (
+        *("form", "ranks", "optimizer", "dtype", "body", "wrap", "buffer", "layout", "second", "later"),
+        *("scheduler", "scaler", "average", "wrong"),
+    ):
+        counts = collections.Counter(str(getattr(one.case, name) or "-") for one in verdicts)
+        lines.append(f"{name:10} " + ", ".join(f"{each} {count}" for each, count in sorted(counts.items())))
+    options = collections.Counter(f"{name}={value}" for one in verdicts for name, value in one.case.options)
+    lines.append(f"{'options':10} " + ", ".join(f"{each} {count}" for each, count in sorted(options.items())))
+    faults = collections.Counter(f"{kind} {point}" for one in ran for kind, point in one.happened)
+    lines.append(f"{'faults':10} " + ", ".join(f"{each} {count}" for each, count in sorted(faults.items())))
+    refused = collections.Counter(one.refused for one in verdicts if one.refused)
+    lines += [f"refused    {count}: {each}" for each, count in refused.most_common()]
+    wrong, infinite = sum(bool(one.wrong) for one in verdicts), sum(not one.finite for one in verdicts)
+    lines.append(
+        f"{len(verdicts)} cases: {wrong} wrong, {len(verdicts) - len(ran)} refused, {sum(faults.values())} "
+        f"faults; in {infinite} the weights were no numbers at the end"
+    )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Draws and runs cases, and prints what became of them."""
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--cases", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0, help="of the first case; the next one has the next")
+    parser.add_argument("--processes", type=int, default=2, help="jobs at once")
+    parser.add_argument("--folder", type=Path, help="for files of jobs in which something is wrong")
+    parser.add_argument("--show", action="store_true", help="only say what would run")
+    args = parser.parse_args()
+    os.environ.update(ENVIRONMENT)
+    os.environ.setdefault("FT_WRAPPER_TEST_ENDS", "quick")
+    folder = (args.folder or Path(tempfile.mkdtemp(prefix="draws-"))).resolve()
+    began = time.monotonic()
+    cases = [drawn(seed) for seed in range(args.seed, args.seed + args.cases)]
+    print(f"{len(cases)} cases drawn in {time.monotonic() - began:.0f} s", flush=True)
+    if args.show:
+        print(*cases, sep="\n")
+        print(table([Verdict(case) for case in cases]))
+        return 0
+    verdicts = []
+    with warm_ftrun.warm():
+        for verdict in run_all(cases, folder, args.processes):
+            verdicts.append(verdict)
+            if verdict.wrong:
+                print(f"WRONG {verdict.case}\n      {verdict.wrong}\n      files: {folder}", flush=True)
+    print(table(verdicts))
+    print(f"{time.monotonic() - began:.0f} s")
+    return int(any(verdict.wrong for verdict in verdicts))
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        sys.exit(main())

@@ -1,0 +1,565 @@
+"""Where an interrupt may be raised: tried at every instruction of small functions, and of all that they call.
+
+Each function takes something and gives it back. What is raised at an instruction that is called safe must
+leave nothing taken; and so that this says something, there must be unsafe ones that do leave it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import importlib.util
+import inspect
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import CodeType, FrameType, SimpleNamespace
+from typing import Any
+
+import pytest
+from support.apart import apart
+
+from ft_wrapper.monitor import safe_points
+from ft_wrapper.monitor.safe_points import obstacle, unsafe_offsets
+
+
+class Interrupt(BaseException):
+    pass
+
+
+class Ledger:
+    """Counts what is taken, in Python, so that each step of it can be interrupted."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+        self.worked = 0
+
+    def take(self) -> None:
+        self.taken += 1
+
+    def give(self) -> None:
+        self.taken -= 1
+
+    def work(self) -> bool:
+        self.worked += 1
+        return True
+
+    def taking(self) -> Taking:
+        return Taking(self)
+
+    def taken_when_made(self) -> TakenWhenMade:
+        return TakenWhenMade(self)
+
+    @contextlib.contextmanager
+    def generator(self) -> Iterator[None]:
+        self.take()
+        try:
+            yield
+        finally:
+            self.give()
+
+
+class Taking:
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+
+    def __enter__(self) -> Ledger:
+        self.ledger.take()
+        return self.ledger
+
+    def __exit__(self, *_: object) -> None:
+        self.ledger.give()
+
+    async def __aenter__(self) -> Ledger:
+        await Pause()
+        self.ledger.take()
+        return self.ledger
+
+    async def __aexit__(self, *_: object) -> None:
+        self.ledger.give()
+        await Pause()
+
+
+class TakenWhenMade(Taking):
+    """As torch.set_grad_enabled: the constructor has the effect."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__(ledger)
+        ledger.take()
+
+    def __enter__(self) -> Ledger:
+        return self.ledger
+
+
+class Aliased(Taking):
+    """As threading.Semaphore: entering does not happen under the name ``__enter__``."""
+
+    def acquire(self) -> None:
+        self.ledger.take()
+
+    __enter__ = acquire  # type: ignore[assignment]
+
+
+class Pause:
+    def __await__(self) -> Iterator[None]:
+        yield
+
+
+def with_statement(ledger: Ledger) -> None:
+    with ledger.taking():
+        ledger.work()
+    ledger.work()
+
+
+def with_as(ledger: Ledger) -> None:
+    with ledger.taking() as entered:
+        entered.work()
+
+
+def with_attribute(ledger: Ledger) -> None:
+    with ledger.taking() as ledger.entered:  # type: ignore[attr-defined]
+        ledger.work()
+
+
+def effect_of_making(ledger: Ledger) -> None:
+    with ledger.taken_when_made():
+        ledger.work()
+
+
+def entered_under_another_name(ledger: Ledger) -> None:
+    with Aliased(ledger):
+        ledger.work()
+
+
+def nested(ledger: Ledger) -> None:
+    with ledger.taking():
+        ledger.work()
+        with ledger.taken_when_made() as entered:
+            entered.work()
+        ledger.work()
+
+
+def two_in_one(ledger: Ledger) -> None:
+    with ledger.taken_when_made() as one, ledger.taking() as two:
+        one.work()
+        two.work()
+
+
+def left_by_return(ledger: Ledger) -> bool:
+    with ledger.taking():
+        for _ in range(2):
+            with ledger.taken_when_made():
+                return ledger.work()
+    return False
+
+
+def left_by_break_and_continue(ledger: Ledger) -> None:
+    for i in range(3):
+        with ledger.taking():
+            if i == 0:
+                continue
+            if i == 2:
+                break
+            ledger.work()
+
+
+def left_by_an_exception(ledger: Ledger) -> None:
+    with contextlib.suppress(KeyError), ledger.taking():
+        raise KeyError
+
+
+def chosen(ledger: Ledger) -> None:
+    with ledger.taken_when_made() if ledger.work() else ledger.taking():
+        ledger.work()
+
+
+def named(ledger: Ledger) -> None:
+    with (entered := ledger.taken_when_made()):
+        entered.ledger.work()
+
+
+def made_before(ledger: Ledger) -> None:
+    manager = ledger.taking()
+    with manager:
+        ledger.work()
+
+
+def try_finally(ledger: Ledger) -> None:
+    ledger.take()
+    try:
+        ledger.work()
+    finally:
+        ledger.give()
+    ledger.work()
+
+
+def finally_of_many_steps(ledger: Ledger) -> None:
+    ledger.take()
+    try:
+        ledger.work()
+    finally:
+        for i in range(3):
+            if i == 2:
+                ledger.give()
+    ledger.work()
+
+
+def finally_left_by_return(ledger: Ledger) -> bool:
+    for _ in range(2):
+        ledger.take()
+        try:
+            for _ in range(2):
+                return ledger.work()
+        finally:
+            ledger.give()
+    return False
+
+
+def finally_left_by_continue(ledger: Ledger) -> None:
+    for i in range(3):
+        ledger.take()
+        try:
+            if i == 1:
+                continue
+            ledger.work()
+        finally:
+            ledger.give()
+
+
+def finally_after_an_exception(ledger: Ledger) -> None:
+    try:
+        ledger.take()
+        try:
+            raise KeyError
+        finally:
+            ledger.give()
+    except KeyError:
+        ledger.work()
+
+
+def except_all(ledger: Ledger) -> None:
+    ledger.take()
+    try:
+        ledger.work()
+    except BaseException:
+        ledger.give()
+        raise
+    try:
+        ledger.work()
+    finally:
+        ledger.give()
+
+
+def bare_except(ledger: Ledger) -> None:
+    ledger.take()
+    try:
+        ledger.work()
+    except:
+        ledger.give()
+        raise
+    try:
+        ledger.work()
+    finally:
+        ledger.give()
+
+
+def except_else_finally(ledger: Ledger) -> None:
+    ledger.take()
+    try:
+        ledger.work()
+    except KeyError:
+        ledger.work()
+    else:
+        ledger.work()
+    finally:
+        ledger.give()
+
+
+def taken_in_an_if(ledger: Ledger) -> None:
+    if ledger.work():
+        ledger.take()
+    else:
+        return
+    try:
+        ledger.work()
+    finally:
+        ledger.give()
+
+
+def condition_wait(ledger: Ledger) -> None:
+    saved = ledger.take()
+    ok = False
+    try:
+        ledger.work()
+        ok = True
+    finally:
+        ledger.give()
+        if not ok:
+            del saved
+
+
+def generator_manager(ledger: Ledger) -> None:
+    with ledger.generator():
+        ledger.work()
+    ledger.work()
+
+
+def decorated(ledger: Ledger) -> None:
+    ledger.generator()(ledger.work)()
+
+
+def exit_stack(ledger: Ledger) -> None:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(ledger.generator())
+        stack.enter_context(ledger.taking())
+        ledger.work()
+
+
+def comprehensions(ledger: Ledger) -> None:
+    with ledger.taking():
+        assert [ledger.work() for _ in range(2)]
+    assert {i: ledger.work() for i in range(2)}
+    ledger.take()
+    try:
+        assert any(ledger.work() for _ in [ledger.work() for _ in range(2)])
+    finally:
+        ledger.give()
+
+
+def asynchronous_with(ledger: Ledger) -> None:
+    async def body() -> None:
+        async with ledger.taking() as entered:
+            entered.work()
+            await Pause()
+        ledger.work()
+
+    drive(body())
+
+
+def asynchronous_try(ledger: Ledger) -> None:
+    async def take() -> None:
+        await Pause()
+        ledger.take()
+
+    async def body() -> None:
+        await take()
+        try:
+            await Pause()
+            ledger.work()
+        finally:
+            ledger.give()
+
+    drive(body())
+
+
+def drive(coroutine: Any) -> None:
+    with contextlib.suppress(StopIteration):
+        while True:
+            coroutine.send(None)
+
+
+FUNCTIONS = [
+    fn
+    for fn in list(globals().values())
+    if inspect.isfunction(fn) and list(inspect.signature(fn).parameters) == ["ledger"]
+]
+
+
+class Try:
+    """Runs a function and raises at the n-th instruction that runs; None where it ended before."""
+
+    def __init__(self, fn: Callable[[Ledger], object], n: int) -> None:
+        self.ledger = Ledger()
+        self.raised_in: CodeType | None = None
+        self.left = n
+        self.is_safe = False
+        sys._getframe().f_trace_opcodes = True  # Python 3.12 looks for one such frame when tracing begins
+        previous = sys.gettrace()
+        sys.settrace(self.trace)
+        try:
+            self.outside(fn)
+        except Interrupt:
+            pass
+        finally:
+            sys.settrace(previous)
+            sys._getframe().f_trace_opcodes = False
+        self.handled = sys.exc_info()[1]
+
+    def outside(self, fn: Callable[[Ledger], object]) -> None:
+        fn(self.ledger)
+
+    def trace(self, frame: FrameType, event: str, arg: object) -> Any:
+        # What waits for a coroutine is outside of it: a suspended one is closed, not interrupted.
+        if frame.f_code in (Try.outside.__code__, Try.__init__.__code__, drive.__code__):
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            if self.left == 0:
+                self.raised_in = frame.f_code
+                self.is_safe = not obstacle(frame, Try.outside.__code__).frames
+                raise Interrupt
+            self.left -= 1
+        return self.trace
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
+@pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda fn: fn.__name__)
+def test_nothing_is_left_at_safe_points(fn: Callable[[Ledger], object]) -> None:
+    safe = leaks = 0
+    worked = set()
+    for n in range(100_000):
+        attempt = apart(Try, fn, n)
+        if attempt.raised_in is None:
+            break
+        if attempt.is_safe:
+            safe += 1
+            worked.add(attempt.ledger.worked)
+            assert attempt.ledger.taken == 0, f"instruction {n}, in {attempt.raised_in}"
+            assert attempt.handled is None, f"instruction {n}, in {attempt.raised_in}"
+        leaks += attempt.ledger.taken != 0
+    assert attempt.ledger.taken == 0
+    assert n > 20
+    assert leaks, "no instruction of this function is unsafe: it shows nothing"
+    # Between two steps of the function there is a safe point.
+    assert worked >= set(range(attempt.ledger.worked))
+
+
+def test_what_is_unsafe_is_not_wider_than_needed() -> None:
+    def fn(ledger: Ledger) -> None:
+        ledger.work()
+        with ledger.taking():
+            ledger.work()
+        try:
+            ledger.work()
+        except KeyError:
+            ledger.work()
+        ledger.work()
+
+    unsafe = unsafe_offsets(fn.__code__)
+    calls = [each.offset for each in dis.get_instructions(fn) if each.opname == "CALL"]
+    # The calls that make and leave the context manager, and no other.
+    assert sum(offset in unsafe for offset in calls) == 2
+    assert unsafe_offsets((lambda: Ledger().work()).__code__) == frozenset()
+
+
+def test_inline_caches_count() -> None:
+    """A frame that called in Python stands at the last cache of the call."""
+    unsafe = unsafe_offsets(with_statement.__code__)
+    for each in dis.get_instructions(with_statement):
+        following = each.offset + 2
+        if with_statement.__code__.co_code[following : following + 1] == b"\0":  # CACHE
+            assert (following in unsafe) == (each.offset in unsafe)
+
+
+def all_codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from all_codes(constant)
+
+
+@pytest.mark.parametrize(
+    "module", ["contextlib", "threading", "subprocess", "asyncio.base_events", "tarfile"]
+)
+def test_real_code_has_unsafe_points(module: str) -> None:
+    spec = importlib.util.find_spec(module)
+    assert spec is not None and spec.origin is not None
+    unsafe = 0
+    for code in all_codes(compile(Path(spec.origin).read_text(), spec.origin, "exec")):
+        found = unsafe_offsets(code)
+        assert found <= set(range(0, len(code.co_code), 2))
+        unsafe += len(found)
+    assert unsafe
+
+
+# ---- the stack
+
+
+def stack(*frames: tuple[str, str]) -> Any:
+    """Frames by name and file, the outermost first; returns the innermost."""
+    innermost = None
+    for name, file in frames:
+        namespace: dict[str, Any] = {}
+        exec(compile(f"def {name}(): pass", file, "exec"), namespace)
+        innermost = SimpleNamespace(f_code=namespace[name].__code__, f_lasti=0, f_back=innermost)
+    return innermost
+
+
+OUTSIDE = stack.__code__
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "for_good"),
+    [
+        ("__enter__", "train.py", False),
+        ("__aexit__", "train.py", False),
+        ("__del__", "train.py", False),
+        ("unraisable_hook", "train.py", False),
+        ("close", "train.py", False),
+        ("emit", logging.__file__, False),
+        ("_find_and_load", "<frozen importlib._bootstrap>", True),
+        ("__torch_dispatch__", "train.py", True),
+        ("__torch_function__", "train.py", True),
+    ],
+)
+def test_frames_that_are_unsafe_at_any_depth(name: str, file: str, for_good: bool) -> None:
+    found = obstacle(stack(("main", "train.py"), (name, file), ("step", "train.py")), OUTSIDE)
+    assert ([each.f_code.co_name for each in found.frames], found.for_good) == ([name], for_good)
+    assert (found.finalizer is not None) == (name in ("__del__", "unraisable_hook"))
+    assert obstacle(stack(("main", "train.py"), ("step", "train.py")), OUTSIDE).frames == ()
+
+
+def test_each_obstacle_is_named_and_the_outermost_finalizer() -> None:
+    frames = [("__exit__", "a.py"), ("step", "s.py"), ("__del__", "b.py"), ("__del__", "c.py")]
+    found = obstacle(stack(*frames), OUTSIDE)
+    assert found.finalizer is not None
+    assert [each.f_code.co_filename for each in found.frames] == ["c.py", "b.py", "a.py"]
+    assert found.finalizer.f_code.co_filename == "b.py"
+
+
+def test_frames_outside_do_not_count() -> None:
+    inside = stack(("__enter__", "a.py"), ("call", "b.py"), ("main", "c.py"))
+    assert obstacle(inside, inside.f_back.f_code).frames == ()
+    assert obstacle(None, OUTSIDE).frames == ()
+
+
+def test_what_was_prepared_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    safe_points._cache.clear()
+    frame = stack(("main", "train.py"), ("__enter__", "a.py"), ("step", "s.py"))
+    safe_points.prepare(frame, OUTSIDE)
+    assert not safe_points._cache  # these are not inside: it is not among them
+    safe_points.prepare(frame, frame.f_back.f_back.f_code)
+    monkeypatch.setattr(safe_points, "_look_at", None)
+    found = obstacle(frame, frame.f_back.f_back.f_code)
+    assert [each.f_code.co_name for each in found.frames] == ["__enter__"]
+    safe_points._cache.clear()
+
+
+TORCH = "/site/torch/"
+
+
+@pytest.mark.parametrize(
+    ("files", "inside"),
+    [
+        (["train.py", TORCH + "_dynamo/convert_frame.py"], True),
+        (["train.py", TORCH + "_ops.py", TORCH + "utils/_pytree.py"], True),
+        (["train.py", TORCH + "_subclasses/fake_tensor.py", TORCH + "_prims/__init__.py"], True),
+        (["train.py", TORCH + "_compile.py"], True),
+        (["train.py", TORCH + "nn/module.py"], False),
+        (["train.py", TORCH + "_dynamo/eval_frame.py", "train.py"], False),
+        (["train.py", "/site/torchvision/_ops.py"], False),
+    ],
+)
+def test_torchs_doors(monkeypatch: pytest.MonkeyPatch, files: list[str], inside: bool) -> None:
+    """Inside as long as only torch's own frames are below."""
+    frame = stack(*[("run", file) for file in files])
+    for torch in (SimpleNamespace(__file__=TORCH + "__init__.py"), None):
+        safe_points._cache.clear()
+        if torch is None:
+            monkeypatch.delitem(sys.modules, "torch")
+        else:
+            monkeypatch.setitem(sys.modules, "torch", torch)
+        found = obstacle(frame, OUTSIDE)
+        assert found.for_good == (inside and torch is not None)
+    safe_points._cache.clear()

@@ -1,0 +1,252 @@
+"""`ftrun report`: what the events of a job tell."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ft_wrapper import events
+from ft_wrapper.report import PHASES, command, make_reports
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "minimal.py"
+
+
+def records(host: str, rows: list[tuple[float, str, int, int]], **more: Any) -> list[dict[str, Any]]:
+    """Records of a host: moment, event, iteration and pid of each."""
+    return [
+        {"event": event, "iteration": n, "pid": pid, "monotonic": moment, "host": host, **more}
+        for moment, event, n, pid in rows
+    ]
+
+
+def two_ranks(host: str = "a", slower: float = 0.0, since: float = 100.0) -> list[dict[str, Any]]:
+    """Ten seconds with a restart in which one rank is lost."""
+    found = records(host, [(since, "enter", 0, 1), (since + 1, "enter", 0, 2)], slot=0)
+    found += records(host, [(since + 4, "fault", 0, 9)], slot=1, kind="TERMINATED")
+    found += records(
+        host,
+        [
+            (since + 4.1, "end", 0, 1),
+            (since + 4.3, "abort", 0, 1),
+            (since + 4.4, "left", 0, 1),
+            (since + 4.5, "arrive", 0, 1),
+            (since + 4.6, "end", 0, 2),  # of the one that is out
+            (since + 4.7, "decided", 1, 1),
+            (since + 5.5 + slower, "enter", 1, 1),
+            (since + 5.5, "enter", 1, 3),  # of one that joins
+            (since + 9.5 + slower, "done", 1, 1),
+            (since + 10.0 + slower, "left", 1, 1),
+        ],
+        slot=0,
+    )
+    return found
+
+
+def test_phases_of_a_restart() -> None:
+    (found,) = make_reports(two_ranks())
+    (restart,) = found.restarts
+    assert (restart.iteration, restart.next_iteration) == (0, 1)
+    assert restart.causes == ("slot 1: TERMINATED",)
+    expected = {"told": 0.1, "abort": 0.2, "leave": 0.1, "arrive": 0.1, "decide": 0.2, "enter": 0.8}
+    assert restart.phases == pytest.approx(expected)
+    assert restart.seconds == pytest.approx(1.5)
+    assert found.seconds == pytest.approx(10.0)
+    assert sum(found.time.buckets.values()) == pytest.approx(found.time.seat_seconds)
+    assert found.goodput is None and found.time.buckets["steps_unknown"] > 0  # no steps were told
+
+
+def test_clocks_of_two_hosts_are_not_compared_and_the_slower_one_is_shown() -> None:
+    (found,) = make_reports(two_ranks() + two_ranks("b", slower=2.0, since=5e6))
+    assert found.hosts == ("a", "b")
+    (restart,) = found.restarts
+    assert restart.seconds == pytest.approx(3.5)
+    assert restart.causes == ("slot 1: TERMINATED",)
+    assert found.seconds == pytest.approx(12.0)
+
+
+def test_an_iteration_that_nobody_entered_belongs_to_the_restart_around_it() -> None:
+    rows = [
+        (0.0, "enter", 0, 1),
+        (1.0, "fault", 0, 1),
+        (1.1, "decided", 1, 1),
+        (1.2, "fault", 1, 1),
+        (1.3, "decided", 2, 1),
+        (2.0, "enter", 2, 1),
+    ]
+    (found,) = make_reports(records("a", rows))
+    (restart,) = found.restarts
+    assert (restart.iteration, restart.next_iteration) == (0, 2)
+    assert restart.seconds == pytest.approx(1.0)
+
+
+def test_numbers_that_begin_again_in_the_next_call_are_another_iteration() -> None:
+    first = [(0.0, "enter", 0, 1), (1.0, "fault", 0, 1), (1.5, "decided", 1, 1), (2.0, "enter", 1, 1)]
+    rows = [*first, (3.0, "done", 1, 1), *((moment + 4.0, *rest) for moment, *rest in first)]
+    (found,) = make_reports(records("a", rows))
+    assert [restart.seconds for restart in found.restarts] == pytest.approx([1.0, 1.0])
+
+
+def test_calls_without_faults_may_have_the_same_number() -> None:
+    one = [(0.0, "enter", 0, 1), (3.0, "done", 0, 1)]
+    rows = [*one, *((moment + 4.0, *rest) for moment, *rest in one), (8.0, "left", 0, 1)]
+    (found,) = make_reports(records("a", rows, slot=0))
+    assert (found.restarts, found.seconds) == ((), 8.0)
+    assert found.time.buckets["steps_unknown"] == 6.0
+
+
+def test_jobs_that_wrote_to_the_same_file_are_told_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = records("a", [(300.0, "enter", 0, 7), (302.0, "done", 0, 7)], job="two", slot=0)
+    mixed = [record | {"job": "one"} for record in two_ranks()] + other
+    one, two = make_reports(mixed)
+    assert (one.job, len(one.restarts), one.seconds) == ("one", 1, pytest.approx(10.0))
+    assert (two.job, two.restarts, two.seconds) == ("two", (), pytest.approx(2.0))
+    path = tmp_path / "events"
+    path.write_text("".join(json.dumps(record) + "\n" for record in mixed))
+    assert command.main([str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "job one:" and lines[3] == "1 restart in 10.0 s on a"
+    second = lines.index("job two:")
+    assert lines[second + 1] == "0 restarts in 2.0 s on a"
+    assert lines[second - 1].endswith("the function told no steps, see call_wrapper.step(n)")
+    assert command.main(["--json", str(path)]) == 0
+    assert [json.loads(line)["job"] for line in capsys.readouterr().out.splitlines()] == ["one", "two"]
+
+
+def test_a_host_that_was_started_again_has_another_clock() -> None:
+    def life(host: str, boot: str, n: int, *moments: tuple[float, str]) -> list[dict[str, Any]]:
+        told = [(at, event, n, 7) for at, event in moments]
+        return records(host, told, job="j", boot=boot, nonce=f"of {n}", slot=int(host == "b"), incarnation=n)
+
+    stayed = life("a", "x", 0, (500.0, "register"), (501.0, "enter"))
+    stayed += life("a", "x", 1, (1100.0, "decided"), (1500.0, "done"))
+    lost = life("b", "y", 0, (1e6, "register"), (1e6 + 1, "enter"))  # its process 7 goes with the machine
+    back = life("b", "z", 1, (30.0, "register"), (31.0, "enter"), (430.0, "done"))
+    (found,) = make_reports([*stayed, *lost, *back])
+    assert found.seconds == pytest.approx(1000.0)
+    assert [row.host for row in found.time.rows] == ["a", "b", "b (boot 2)"]
+    assert found.time.seat_seconds == pytest.approx(1000.0 + 1.0 + 400.0)
+
+
+def test_processes_of_two_starts_of_a_machine_are_none_that_two_jobs_share() -> None:
+    one = records("a", [(100.0, "enter", 0, 7)], nonce="of one", boot="x", slot=0)
+    other = records("a", [(50.0, "enter", 0, 7)], nonce="of other", boot="y", slot=0)
+    assert len(make_reports([*one, *other])) == 2
+
+
+def test_events_tell_the_starts_of_a_machine_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(events.ENV, str(tmp_path / "events"))
+    events.emit("done")
+    (record,) = events.load(str(tmp_path / "events"))
+    assert Path("/proc/sys/kernel/random/boot_id").read_text().startswith(record["boot"]) and record["boot"]
+
+
+def test_the_report_of_a_real_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    events = tmp_path / "events"
+    subprocess.run(
+        [sys.executable, "-m", "ft_wrapper.run", "--nproc-per-node", "2", str(EXAMPLE)],
+        env={**os.environ, "FT_WRAPPER_EVENTS": str(events)},
+        check=True,
+        timeout=100,
+        capture_output=True,
+    )
+    assert command.main([str(events), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (restart,) = found["restarts"]
+    assert restart["causes"] == ["slot 1: EXCEPTION"]
+    assert list(restart["phases"]) == list(PHASES)
+    assert min(restart["phases"].values()) >= 0 and found["goodput"] is None
+    assert sum(found["time"].values()) == pytest.approx(found["seat_seconds"])
+    assert 2 * found["seconds"] == pytest.approx(found["seat_seconds"])
+    assert command.main([str(events)]) == 0
+    table, _, summary, *_, in_all = capsys.readouterr().out.splitlines()
+    assert table.split() == ["iteration", "cause", *PHASES, "in", "all"]
+    assert summary.startswith("1 restart in ") and " of 2 ranks; " in in_all
+    written = [json.loads(line) for line in events.read_text().splitlines()]
+    (job,) = {record["job"] for record in written}
+    assert job
+    (restarted,) = (record for record in written if record["event"] == "restarted")
+    assert restarted["line"].startswith("restart 1: rank 1 (slot 1 on ") and restarted["iteration"] == 1
+    (fault,) = (record for record in written if record["event"] == "fault" and record["slot"] == 1)
+    assert fault["message"].startswith("raised ")
+    page = tmp_path / "page.html"
+    assert command.main([str(events), "--html", str(page)]) == 0
+    assert page.read_text().count(html.escape(restarted["line"], quote=False)) == 3  # list, number and mark
+
+
+def test_damaged_lines_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A machine that crashed has cut one short, and goes on behind it; bytes of another file are in one."""
+    path = tmp_path / "events"
+    first, last = (json.dumps(records("h", [(1.0, event, 0, 1)])[0]).encode() for event in "ad")
+    path.write_bytes(first + b'\n{"event": "b", "ho{"event": "c"}\n7\n\xff\xfe\n' + last + b"\n")
+    assert [record["event"] for record in events.load(str(path))] == ["a", "d"]
+    assert "3 damaged lines are left out, the first is line 2" in caplog.text
+
+
+WRONG = st.sampled_from([None, -1, "x", [], {}, 1e308, True, 10**30, "\ud800", float("nan"), 2.5, -1e14])
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_events_of_another_kind_are_left_out(data: st.DataObject) -> None:
+    """Values that no process of ours writes, and fields that are missing: a page all the same, or a line."""
+    found = [dict(record) for record in two_ranks()]
+    found += [
+        {**found[0], "event": "register", "incarnation": 0, "started": 99.0, "time": 1e9, "nonce": "n"},
+        {**found[0], "event": "rank_started", "child": 1},
+        {**found[0], "event": "rank_ended", "child": 1},
+        {**found[0], "event": "restarted", "line": "restart 1"},
+        {**found[0], "event": "decided", "after": "m", "nonce": "n", "call": 0},
+        {**found[0], "event": "step", "step": 3, "began": 101.0, "committed": 2},
+    ]
+    for record in data.draw(st.lists(st.sampled_from(found), max_size=8)):
+        if not record:
+            continue
+        field = data.draw(st.sampled_from(sorted(record)))
+        if data.draw(st.booleans()):
+            record[field] = data.draw(WRONG)
+        else:
+            del record[field]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "events"
+        path.write_text("".join(f"{json.dumps(record)}\n" for record in data.draw(st.permutations(found))))
+        assert command.main([str(path), "--html", f"{folder}/page.html"]) == 0
+
+
+@pytest.mark.parametrize(
+    "line", ["[" * 200_000, '{"event": ' + "9" * 5000 + "}", '{"event": "enter", "pid": NaN}']
+)
+def test_a_line_that_json_cannot_read_is_left_out(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    path.write_text(f"{line}\n{json.dumps(two_ranks()[0])}\n")
+    assert len(events.load(str(path))) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "No such file"),
+        ("", "there are no events: was FT_WRAPPER_EVENTS set"),
+        ("{", ":1 is not a JSON record"),
+        ('{"event": "enter"}', ":1 is not a JSON record of an event"),
+    ],
+)
+def test_files_that_are_none(
+    text: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "events"
+    if text is not None:
+        path.write_text(text)
+    assert command.main([str(path)]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,52 @@
+"""Stores of every kind, and what a test needs beside them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from store_helpers import Proxy
+from store_jobs import Script
+from support.store_kinds import REAL, TIMEOUT, real_store
+
+from ft_wrapper.store import FileStore, PrefixStore, StoreMixin, TCPStoreServer
+from ft_wrapper.testing import FakeStore
+
+KINDS = ["fake", "fake without libuv", "tcp", "file", "etcd"]
+
+
+@pytest.fixture(params=[*KINDS, *(f"prefix over {kind}" for kind in KINDS)])
+def store(request: pytest.FixtureRequest, tmp_path: Path, etcd_if_any: object) -> Iterator[StoreMixin]:
+    """A store of each kind."""
+    kind = request.param.removeprefix("prefix over ")
+    with contextlib.ExitStack() as exits:
+        inner: StoreMixin
+        if kind in REAL:
+            inner = exits.enter_context(real_store(kind, request))()
+        elif kind == "file":
+            inner = FileStore(str(tmp_path / "store"), timeout=TIMEOUT)
+        else:
+            inner = FakeStore(use_libuv=kind == "fake", timeout=TIMEOUT)
+        yield inner if request.param == kind else PrefixStore(5, inner)
+
+
+@pytest.fixture(params=["fake", *REAL])
+def job_store(request: pytest.FixtureRequest, etcd_if_any: object) -> Iterator[StoreMixin]:
+    """A store of each kind for the jobs of `store_jobs`."""
+    if request.param in REAL:
+        with real_store(request.param, request) as connect:
+            yield connect()
+    else:
+        yield FakeStore(Script())
+
+
+@pytest.fixture
+def proxy() -> Iterator[Proxy]:
+    """A TCPStore server behind a proxy."""
+    server = TCPStoreServer(0)
+    made = Proxy(server.port)
+    yield made
+    made.close()
+    server.close()

@@ -1,0 +1,1005 @@
+"""Global iterations by hand, and their coordinator: ranks 0 to 2 work, rank 3 is a spare, and one fails.
+
+Each process has a client of its own. It is a task of the scheduler, as in a user's tests; and, where neither
+time nor a fault of the store matters, a thread on a real store, too.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from store_helpers import Background
+from support.store_kinds import REAL, real_store
+from torch.distributed import DistNetworkError
+
+from ft_wrapper.exception import RestartError, StoreError, TimeoutError
+from ft_wrapper.protocol import Agreement, keys
+from ft_wrapper.protocol.records import DONE, FAULT, Member
+from ft_wrapper.store import PrefixStore, StoreMixin
+from ft_wrapper.testing import FakeStore, Scheduler, Task
+
+WORLD_SIZE = 4
+TIMEOUT = timedelta(seconds=90)
+SEEDS = range(25)
+
+
+class SkewedStore(FakeStore):
+    """A client whose own clock shows another time than its peers'."""
+
+    skew = 0.0
+
+    def now(self) -> float:
+        return super().now() + self.skew
+
+
+class AnyJob(abc.ABC):
+    """Processes that have joined one job.
+
+    Args:
+        store: a client of no one's, from which those of the processes are made.
+        world_size: number of ranks that join it.
+    """
+
+    patience = 10.0
+    """Seconds in which something comes that must come."""
+
+    def __init__(self, store: StoreMixin, world_size: int) -> None:
+        self.world_size = world_size
+        self.store: Any = store
+        self.clients: dict[int, Any] = {}
+        for rank in range(world_size):
+            self.new_process(rank)
+        assert set(self.each(range(world_size), self.join).values()) == {0}
+
+    @abc.abstractmethod
+    def new_process(self, rank: int) -> Any:
+        """A rank's process, started (again): its client."""
+
+    @abc.abstractmethod
+    def start(self, rank: int, act: Callable[[int], Any]) -> Any:
+        """Lets a rank do something beside what comes next; what it got is in ``result`` after that."""
+
+    @abc.abstractmethod
+    def each(self, ranks: Iterable[int], act: Callable[[int], Any]) -> dict[int, Any]:
+        """Lets ranks do something at the same time; what each got, or the error that it met."""
+
+    def one(self, rank: int, act: Callable[[int], Any]) -> Any:
+        """The same for one rank alone."""
+        return self.each([rank], act)[rank]
+
+    def join(self, rank: int) -> int:
+        """What a process does first."""
+        return int(self.clients[rank].handle_rank_restart(self.world_size, TIMEOUT, rank=rank))
+
+    def advance(self, rank: int) -> int:
+        """What a process does when it has left the function."""
+        client = self.clients[rank]
+        return int(client.coordinate_global_iteration_advance(self.world_size, TIMEOUT, rank == 0))
+
+    def train_until_in(self, rank: int, member: Member, within: float | None = None) -> int:
+        """Goes on whenever the iteration ends, until somebody else is in."""
+        client, n = self.clients[rank], self.join(rank)
+        while member not in Agreement(client).iterations.read_current().members:
+            assert Agreement(client).ends.wait_for_end(n, within or self.patience), (
+                "anyone who wants in ends the iteration"
+            )
+            n = self.advance(rank)
+        return n
+
+    def elect(self, rank: int) -> int:
+        """Whom a process takes for the coordinator."""
+        return int(self.clients[rank].elect_coordinator(self.world_size, TIMEOUT))
+
+    def dies(self, rank: int) -> None:
+        """The monitor's evidence of a death."""
+        n = self.store.get_global_iteration()
+        Agreement(self.store).ends.log_deaths(n, {self.member(rank): None}, ends=True)
+
+    def member(self, rank: int) -> Member:
+        """The process that holds a rank in the iteration that is on."""
+        return next(member for member in self.members() if member.slot == rank)
+
+    def members(self) -> tuple[Member, ...]:
+        """The processes of the iteration that is on."""
+        current = Agreement(self.store).iterations.read_current()
+        assert current is not None
+        members: tuple[Member, ...] = current.members
+        return members
+
+
+def _or_error(act: Callable[[int], Any], rank: int) -> Any:
+    try:
+        return act(rank)
+    except (RestartError, DistNetworkError, ValueError) as error:
+        return error
+
+
+class Job(AnyJob):
+    """Simulated processes.
+
+    Args:
+        seed: of the interleaving.
+        world_size: number of ranks that join it.
+
+    Attributes:
+        heads: every value that head has had since the ranks joined.
+    """
+
+    def __init__(self, seed: int = 0, world_size: int = WORLD_SIZE) -> None:
+        self.scheduler = Scheduler(seed)
+        super().__init__(
+            SkewedStore(self.scheduler, use_libuv=bool(seed % 2), client="bystander"), world_size
+        )
+        self.heads = [self.store.snapshot()[keys.HEAD]]
+        self.scheduler.after_each_step(self.watch_head)
+
+    def watch_head(self) -> None:
+        """Notes where head has moved."""
+        head = self.store.snapshot()[keys.HEAD]
+        if head != self.heads[-1]:
+            self.heads.append(head)
+
+    def new_process(self, rank: int) -> SkewedStore:
+        """Each has a clock hours away from the others'."""
+        client: SkewedStore = self.store.clone(f"rank {rank}")
+        client.skew = 5_000.0 * (rank * 7 % 5 - 2)
+        self.clients[rank] = client
+        return client
+
+    def each(self, ranks: Iterable[int], act: Callable[[int], Any]) -> dict[int, Any]:
+        tasks = {rank: self.start(rank, act) for rank in ranks}
+        self.scheduler.run()
+        return {rank: task.result for rank, task in tasks.items() if not task.crashed}
+
+    def start(self, rank: int, act: Callable[[int], Any]) -> Task:
+        """For once the scheduler runs."""
+        return self.scheduler.spawn(f"rank {rank}", _or_error, act, rank)
+
+    def pass_time(self, seconds: int, alive: Iterable[int]) -> None:
+        """Lets time pass, in which only some ranks send heartbeats; all of them watch the others."""
+
+        def beat(rank: int) -> None:
+            for _ in range(seconds):
+                self.clients[rank].update_coordinator_heartbeat()
+                self.scheduler.sleep(1.0)
+                self.elect(rank)
+
+        for rank, error in self.each(alive, beat).items():
+            assert error is None, f"rank {rank}: {error}"
+
+    def all_but_propose(self, ranks: Iterable[int]) -> None:
+        """All ranks leave the function, and the last one is cut off before it can propose."""
+        Agreement(self.store).ends.end_iteration(self.store.get_global_iteration(), FAULT)
+        for rank in ranks:
+            client, current = self.clients[rank], Agreement(self.store).iterations.read_current()
+            assert current is not None
+            self.store.fail("add", "*/count/gone/*", client=client.client)
+            with pytest.raises(DistNetworkError):
+                Agreement(client).iterations.arrive(current, self.member(rank), rank, self.world_size)
+
+
+class RealJob(AnyJob):
+    """Threads, each with a connection of its own."""
+
+    patience = 60.0
+
+    def __init__(self, connect: Callable[[], StoreMixin]) -> None:
+        self._connect = connect
+        self._started: list[Background] = []
+        super().__init__(connect(), WORLD_SIZE)
+
+    def new_process(self, rank: int) -> StoreMixin:
+        self.clients[rank] = self._connect()
+        return self.clients[rank]
+
+    def each(self, ranks: Iterable[int], act: Callable[[int], Any]) -> dict[int, Any]:
+        threads = {rank: self.start(rank, act) for rank in ranks}
+        self.join_threads()
+        return {rank: thread.result for rank, thread in threads.items()}
+
+    def start(self, rank: int, act: Callable[[int], Any]) -> Background:
+        thread = Background(lambda: _or_error(act, rank))
+        self._started.append(thread)
+        return thread
+
+    def join_threads(self) -> None:
+        """Waits for all that was started."""
+        while self._started:
+            self._started.pop().join()
+
+
+@pytest.fixture(params=["seed 0", *REAL])
+def job(request: pytest.FixtureRequest, etcd_if_any: object) -> Iterator[AnyJob]:
+    """A job of each kind."""
+    if request.param not in REAL:
+        yield Job(int(request.param.removeprefix("seed ")))
+        return
+    with real_store(request.param, request) as connect:
+        job = RealJob(connect)
+        yield job
+        job.join_threads()
+
+
+# On etcd heartbeats are leases: what is read of them moves with each look.
+where_heartbeats_are_counted = pytest.mark.parametrize("job", ["seed 0", "tcp"], indirect=True)
+
+
+def in_many_orders(seeds: Iterable[int] = SEEDS) -> Any:
+    """A job from each seed; and real ones, where the threads choose the order."""
+    return pytest.mark.parametrize("job", [*(f"seed {seed}" for seed in seeds), *REAL], indirect=True)
+
+
+# The number
+
+
+def test_number_before_and_after_the_first_decision() -> None:
+    store = FakeStore()
+    assert store.get_global_iteration() == 0
+    assert store.increment_global_iteration() == 0  # which decides nothing
+    assert Agreement(store).iterations.read_head() is None
+    assert Job().store.get_global_iteration() == 0
+
+
+def test_number_is_heads(job: AnyJob) -> None:
+    for n in (1, 2, 3):
+        job.each(range(4), job.advance)
+        head = Agreement(job.store).iterations.read_head()
+        assert head is not None and job.store.get_global_iteration() == head.n == n
+
+
+def test_ready_once_decided() -> None:
+    scheduler = Scheduler()
+    store = FakeStore(scheduler)
+
+    def wait() -> str:
+        with pytest.raises(TimeoutError) as caught:
+            store.wait_for_global_iteration_ready(TIMEOUT)
+        return str(caught.value)
+
+    rank_2 = store.clone("rank 2")
+    Agreement(rank_2).joining.join_first(Agreement(rank_2).joining.register(2), range(WORLD_SIZE))
+    task = scheduler.spawn("waits", wait)
+    scheduler.run()
+    assert "iteration 0 was not decided" in task.result and "only the ranks [2] have joined" in task.result
+    assert Job().store.wait_for_global_iteration_ready(TIMEOUT) == 0
+
+
+def test_waiting_for_the_next_iteration() -> None:
+    job = Job()
+    waits = job.scheduler.spawn("waits", job.store.clone().wait_for_global_iteration_ready, TIMEOUT, 1)
+    job.each(range(4), job.advance)
+    assert waits.result == 1
+    assert job.one(0, lambda _: job.store.wait_for_global_iteration_ready(TIMEOUT, iteration=0)) == 1
+
+
+def test_waiting_names_who_has_not_left() -> None:
+    job = Job()
+
+    def wait(rank: int) -> int:
+        return job.clients[rank].wait_for_global_iteration_ready(timedelta(seconds=5), iteration=1)
+
+    assert "iteration 0 is still on" in str(job.one(0, wait))
+    job.all_but_propose([0, 2])
+    Agreement(job.store).ends.log_deaths(0, {Member(3, 0): None}, ends=True)
+    error = job.one(0, wait)
+    assert isinstance(error, TimeoutError) and "ranks [1] have not left iteration 0" in str(error)
+
+
+@pytest.mark.parametrize("signalled", [True, False])
+def test_signal_wakes_those_whom_a_lost_proposer_did_not(signalled: bool) -> None:
+    job = Job()
+    job.all_but_propose(range(4))
+    started = job.scheduler.now()
+
+    def wait(rank: int) -> float:
+        assert job.clients[rank].wait_for_global_iteration_ready(TIMEOUT, iteration=1) == 1
+        return job.scheduler.now() - started
+
+    def propose(rank: int) -> None:
+        job.scheduler.sleep(0.1)  # by now the other one waits
+        job.store.fail("set", keys.wake_head(1))  # lost between deciding and waking
+        with pytest.raises(DistNetworkError):
+            job.clients[rank].increment_global_iteration()
+        if signalled:
+            job.clients[rank].signal_global_iteration_ready(1)
+
+    # With libuv the decision itself changes no key that they wait for.
+    waits, proposes = job.start(1, wait), job.start(0, propose)
+    job.scheduler.run()
+    assert proposes.result is None
+    assert (waits.result < 0.2) is signalled
+
+
+def test_nothing_is_ready_that_was_not_decided(job: AnyJob) -> None:
+    with pytest.raises(ValueError, match=r"iteration=0 .*: none has"):
+        FakeStore().signal_global_iteration_ready(0)
+    with pytest.raises(ValueError, match=r"iteration=1 .*: the last one is 0"):
+        job.store.signal_global_iteration_ready(1)
+    assert not job.store.check([keys.wake_head(1)])  # or all who wait for it would spin
+    job.each(range(4), job.advance)
+    job.store.delete_key(keys.wake_head(0))
+    job.store.signal_global_iteration_ready(0)  # long past
+    assert not job.store.check([keys.wake_head(0)])
+
+
+# Increments
+
+
+def test_no_increment_while_the_iteration_is_on(job: AnyJob) -> None:
+    assert job.clients[0].increment_global_iteration() == 0
+    assert job.store.increment_global_iteration() == 0
+
+
+def test_no_increment_while_a_live_rank_is_in_the_function() -> None:
+    job = Job()
+    job.all_but_propose([0, 1, 2])
+    assert [client.increment_global_iteration() for client in job.clients.values()] == [0] * 4
+    assert job.store.increment_global_iteration() == 0
+    job.all_but_propose([3])
+    assert job.clients[0].increment_global_iteration() == 1
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_increments_by_several_ranks_move_the_number_once(seed: int) -> None:
+    job = Job(seed)
+    job.all_but_propose(range(4))
+    numbers = job.each(range(4), lambda rank: job.clients[rank].increment_global_iteration())
+    assert set(numbers.values()) == {1} and len(job.heads) == 2
+    assert job.each(range(4), job.join) == dict.fromkeys(range(4), 1)  # and all of them are in it
+
+
+def test_bystander_may_increment_for_those_who_have_left() -> None:
+    job = Job()
+    job.all_but_propose([0, 2, 3])
+    job.dies(1)
+    assert job.store.increment_global_iteration() == 1
+    assert [member.slot for member in job.members()] == [0, 2, 3]
+
+
+def test_bystander_leaves_out_nobody_for_silence() -> None:
+    job = Job()
+    job.all_but_propose([1, 2, 3])
+    job.pass_time(40, alive=[1, 2, 3])
+    for _ in range(2):
+        assert job.store.get_active_ranks_for_coordination(4, TIMEOUT) == {0, 1, 2, 3}
+    job.pass_time(40, alive=[1, 2, 3])
+    # Of a pause between two looks no more than half of the timeout counts: everybody may have been stopped.
+    assert job.store.get_active_ranks_for_coordination(4, TIMEOUT) == {0, 1, 2, 3}
+    job.pass_time(15, alive=[1, 2, 3])
+    assert job.store.get_active_ranks_for_coordination(4, TIMEOUT) == {1, 2, 3}
+    assert job.store.increment_global_iteration() == 0
+    assert job.clients[1].increment_global_iteration() == 1
+
+
+# Going on
+
+
+@in_many_orders()
+def test_all_ranks_go_on_together(job: AnyJob) -> None:
+    for n in (1, 2, 3):
+        assert job.each(range(4), job.advance) == dict.fromkeys(range(4), n)
+
+
+def test_first_iteration_of_the_next_call_follows_a_good_end(job: AnyJob) -> None:
+    Agreement(job.store).ends.end_iteration(0, DONE)
+    assert set(job.each(range(4), job.advance).values()) == {1}
+    head = Agreement(job.store).iterations.read_head()
+    assert head is not None and head.call == 1
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@in_many_orders(range(5))
+def test_crashed_rank_is_left_out_at_once(job: AnyJob, victim: int) -> None:
+    job.dies(victim)
+    others = [rank for rank in range(4) if rank != victim]
+    started = job.store.now()
+    assert job.each(others, job.advance) == dict.fromkeys(others, 1)
+    if isinstance(job, Job):
+        assert job.store.now() - started < 2.0
+    assert [member.slot for member in job.members()] == others
+
+
+def test_silent_rank_is_left_out() -> None:
+    job = Job()
+    started = job.scheduler.now()
+    assert job.each([0, 2, 3], job.advance) == dict.fromkeys([0, 2, 3], 1)
+    assert 30.0 <= job.scheduler.now() - started < 60.0
+
+
+def test_rank_that_lives_but_does_not_come_is_left_out_at_the_timeout_and_learns_it() -> None:
+    job = Job()
+
+    def heart() -> None:
+        while True:
+            job.clients[1].update_coordinator_heartbeat()
+            job.scheduler.sleep(1.0)
+
+    job.scheduler.spawn("heart 1", heart, daemon=True)
+    started = job.scheduler.now()
+    assert job.each([0, 2, 3], job.advance) == dict.fromkeys([0, 2, 3], 1)
+    assert job.scheduler.now() - started >= TIMEOUT.total_seconds()
+    for late in (job.advance, job.join):
+        error = job.one(1, late)
+        assert isinstance(error, RestartError) and "slot 1 was left out after iteration 0" in str(error)
+    assert job.store.get_global_iteration() == 1
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_coordinator_is_killed_while_it_advances(seed: int) -> None:
+    """At each of its steps; no one is told of its death. It comes back."""
+    step = 1
+    while _coordinator_killed_at(step, seed):
+        step += 1
+    assert step > 10
+
+
+def _coordinator_killed_at(step: int, seed: int) -> bool:
+    job = Job(seed)
+    tasks = [job.start(rank, job.advance) for rank in range(4)]
+    job.scheduler.crash_at(tasks[0], step)
+    job.scheduler.run()
+    assert {task.result for task in tasks[1:]} == {1}
+    if not tasks[0].crashed:
+        assert tasks[0].result == 1  # it took fewer steps
+        return False
+    job.new_process(0)
+    back = job.start(0, job.join)
+    numbers = job.each([1, 2, 3], lambda rank: job.train_until_in(rank, Member(0, 1)))
+    assert {*numbers.values(), back.result} == {2}
+    assert [str(member) for member in job.members()] == ["0:1", "1:0", "2:0", "3:0"]
+    return True
+
+
+def test_client_that_has_not_joined_cannot_advance(job: AnyJob) -> None:
+    for act in (
+        lambda s: s.coordinate_global_iteration_advance(4, TIMEOUT),
+        lambda s: s.update_coordinator_heartbeat(),
+    ):
+        with pytest.raises(RestartError, match="has not joined the job: call handle_rank_restart"):
+            act(job.store)
+
+
+# Who is there
+
+
+def test_active_ranks_are_those_that_live(job: AnyJob) -> None:
+    assert job.store.get_active_ranks_for_coordination(4, TIMEOUT) == {0, 1, 2, 3}
+    assert job.store.get_active_ranks_for_coordination(2, TIMEOUT) == {0, 1}
+    job.dies(1)
+    assert job.store.get_active_ranks_for_coordination(4, TIMEOUT) == {0, 2, 3}
+    job.dies(0)  # no rank is active because it is the lowest
+    assert job.store.get_active_ranks_for_coordination(4, TIMEOUT) == {2, 3}
+
+
+def test_active_ranks_keep_their_numbers(job: AnyJob) -> None:
+    job.dies(1)
+    job.each([0, 2, 3], job.advance)
+    assert job.store.get_active_ranks_for_coordination(4, TIMEOUT) == {0, 2, 3}
+
+
+def test_silent_ranks_are_not_active_whatever_the_clocks_show() -> None:
+    job = Job()
+    job.pass_time(29, alive=[0, 2, 3])
+    for rank in (0, 2, 3):
+        assert job.clients[rank].get_active_ranks_for_coordination(4, TIMEOUT) == {0, 1, 2, 3}
+    job.pass_time(2, alive=[0, 2, 3])
+    for rank in (0, 2, 3):
+        assert job.clients[rank].get_active_ranks_for_coordination(4, TIMEOUT) == {0, 2, 3}
+        assert job.clients[rank].get_active_ranks_for_coordination(4, TIMEOUT, heartbeat_timeout=60.0) == {
+            0,
+            1,
+            2,
+            3,
+        }
+    # Rank 1 was only cut off: it may declare the others silent, never itself.
+    assert 1 in job.clients[1].get_active_ranks_for_coordination(4, TIMEOUT)
+    job.clients[1].update_coordinator_heartbeat()
+    assert job.clients[0].get_active_ranks_for_coordination(4, TIMEOUT) == {0, 1, 2, 3}
+
+
+def test_outage_of_the_store_silences_nobody() -> None:
+    job = Job()
+    job.pass_time(5, alive=[0, 1, 2, 3])
+    job.scheduler.spawn("time", job.scheduler.sleep, 100.0)
+    job.scheduler.run()
+    job.store.fail("add", "*/heartbeat/*", client="rank 0")
+    with pytest.raises(DistNetworkError):
+        job.elect(0)
+    assert job.clients[0].get_active_ranks_for_coordination(4, TIMEOUT) == {0, 1, 2, 3}
+
+
+# The coordinator
+
+
+def test_coordinator_is_the_lowest_live_rank(job: AnyJob) -> None:
+    assert job.store.get_current_coordinator() == job.elect(3) == 0
+    job.dies(0)
+    assert job.store.get_current_coordinator() == job.elect(3) == 1
+    job.dies(2)
+    job.dies(1)
+    assert job.store.get_current_coordinator() == job.elect(3) == 3
+    job.dies(3)
+    assert job.store.get_current_coordinator() is None
+    assert not job.store.is_coordinator_alive()
+    assert job.store.get_coordinator_heartbeat() == 0
+    with pytest.raises(RestartError, match="no rank below world_size=4 lives"):
+        job.elect(3)
+
+
+def test_no_coordinator_before_the_first_decision() -> None:
+    scheduler = Scheduler()
+    store = FakeStore(scheduler)
+    assert store.get_current_coordinator() is None
+    assert not store.is_coordinator_alive()
+
+    def elect() -> None:
+        with pytest.raises(TimeoutError, match="iteration 0 was not decided"):
+            store.elect_coordinator(4, TIMEOUT)
+
+    scheduler.spawn("elects", elect)
+    scheduler.run()
+    assert store.num_keys() == 0
+
+
+def test_handover_from_a_coordinator_that_falls_silent() -> None:
+    job = Job()
+    assert all(client.is_coordinator_alive() for client in job.clients.values())
+    job.pass_time(31, alive=[1, 2, 3])
+    for rank in (1, 2, 3):
+        assert not job.clients[rank].is_coordinator_alive()
+        assert job.clients[rank].is_coordinator_alive(timeout_seconds=60)
+        assert job.elect(rank) == 1
+    assert job.store.get_current_coordinator() == 0  # silence is one client's suspicion, no evidence
+    assert job.each([1, 2, 3], job.advance) == dict.fromkeys([1, 2, 3], 1)
+    assert job.store.get_current_coordinator() == 1
+    assert all(job.clients[rank].is_coordinator_alive() for rank in (1, 2, 3))
+
+
+def test_coordinator_comes_back_and_takes_over_again() -> None:
+    job = Job()
+    job.dies(0)
+    job.each([1, 2, 3], job.advance)
+    assert job.store.get_current_coordinator() == 1
+    job.new_process(0)
+    back = job.start(0, job.join)
+    assert set(job.each([1, 2, 3], job.advance).values()) == {2} == {back.result}
+    assert job.store.get_current_coordinator() == job.elect(2) == 0
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_two_that_elect_at_once_never_both_move_the_number(seed: int) -> None:
+    """Ranks 1 and 2 hear no heartbeat but their own, so each takes itself for the coordinator."""
+    job = Job(seed)
+    job.all_but_propose([1, 2])
+    for _ in range(2):
+        for rank in (1, 2):
+            job.clients[rank].get_active_ranks_for_coordination(4, TIMEOUT)
+        job.scheduler.spawn("time", job.scheduler.sleep, 16.0)
+        job.scheduler.run()
+
+    def take_over(rank: int) -> tuple[int, int]:
+        return job.elect(rank), job.clients[rank].increment_global_iteration()
+
+    results = job.each([1, 2], take_over)
+    assert {results[1][0], results[2][0]} == {1, 2}
+    assert results[1][1] == results[2][1] == 1
+    assert len(job.heads) == 2  # though both have proposed, for most seeds
+    assert job.store.get_current_coordinator() == 1
+    assert [member.slot for member in job.members()] == [1, 2]
+
+
+@where_heartbeats_are_counted
+def test_heartbeat_is_a_count_of_the_coordinators_own(job: AnyJob) -> None:
+    before = job.store.get_coordinator_heartbeat()
+    job.clients[0].update_coordinator_heartbeat()
+    job.clients[0].update_coordinator_heartbeat()
+    job.clients[1].update_coordinator_heartbeat()
+    assert job.store.get_coordinator_heartbeat() == before + 2
+    job.dies(0)
+    assert job.store.get_coordinator_heartbeat() == Agreement(job.store).heartbeats.get_heartbeat(
+        Member(1, 0)
+    )
+
+
+def test_restarting_coordinator_keeps_no_dead_one_alive() -> None:
+    """A crash loop: each process of rank 0 sends heartbeats and dies before it is in."""
+    job = Job()
+    job.pass_time(15, alive=[1, 2, 3])
+    for _ in range(4):
+        process = job.store.clone()
+        Agreement(process).heartbeats.beat_heart(str(Agreement(process).joining.register(0)))
+        job.pass_time(5, alive=[1, 2, 3])
+    assert not job.clients[1].is_coordinator_alive()
+    assert job.elect(1) == 1
+
+
+# Coming back
+
+
+@in_many_orders()
+def test_rank_restarts_before_the_others_have_gone_on(job: AnyJob) -> None:
+    job.new_process(1)  # no one has noticed that the last one died
+    back = job.start(1, job.join)
+    assert job.each([0, 2, 3], job.advance) == dict.fromkeys([0, 2, 3], 1)
+    assert back.result == 1
+    assert job.member(1) == Member(1, 1)
+    assert job.each(range(4), job.advance) == dict.fromkeys(range(4), 2)
+
+
+@in_many_orders()
+def test_rank_restarts_after_the_others_have_gone_on(job: AnyJob) -> None:
+    job.dies(1)
+    job.each([0, 2, 3], job.advance)
+    assert (job.store.get_iteration_for_rank(1), job.store.get_global_iteration()) == (0, 1)
+    job.new_process(1)
+    back = job.start(1, job.join)
+    others = job.each([0, 2, 3], lambda rank: job.train_until_in(rank, Member(1, 1)))
+    assert {*others.values(), back.result} == {2}
+    assert job.store.get_iteration_for_rank(1) == 2
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_rank_restarts_while_the_others_go_on(seed: int) -> None:
+    """Rank 1 crashes at any step of its advance, and its next process begins at any step of theirs."""
+    job = Job(seed)
+    crashes = job.start(1, job.advance)
+
+    def again(rank: int) -> int:
+        job.scheduler.crash(crashes)
+        job.new_process(rank)
+        return job.join(rank)
+
+    def go_on(rank: int) -> int:
+        job.advance(rank)
+        return job.train_until_in(rank, Member(1, 1))
+
+    back = job.start(1, again)
+    others = job.each([0, 2, 3], go_on)
+    assert len({*others.values(), back.result}) == 1 and back.result in (1, 2)
+
+
+@in_many_orders()
+def test_two_ranks_restart_at_once(job: AnyJob) -> None:
+    for rank in (0, 2):
+        job.new_process(rank)
+
+    def go_on(rank: int) -> int:
+        job.train_until_in(rank, Member(0, 1))
+        return job.train_until_in(rank, Member(2, 1))
+
+    numbers = job.each(range(4), go_on)
+    assert set(numbers.values()) == {job.store.get_global_iteration()}
+    assert [str(member) for member in job.members()] == ["0:1", "1:0", "2:1", "3:0"]
+
+
+@in_many_orders()
+def test_all_processes_die_and_come_back(job: AnyJob) -> None:
+    job.each(range(4), job.advance)
+    for rank in range(4):
+        job.new_process(rank)
+    numbers = set(job.each(range(4), job.join).values())
+    assert numbers == {2}
+    assert [member.incarnation for member in job.members()] == [1, 1, 1, 1]
+
+
+def test_rank_beyond_the_first_world_comes_in_later() -> None:
+    scheduler = Scheduler(3)
+    store = FakeStore(scheduler)
+    early = scheduler.spawn("rank 1", store.clone("rank 1").handle_rank_restart, 1, TIMEOUT, rank=1)
+
+    def begin() -> int:
+        client = store.clone("rank 0")
+        scheduler.sleep(10.0)
+        assert client.handle_rank_restart(1, TIMEOUT, rank=0) == 0
+        Agreement(client).ends.wait_for_end(0, seconds=1000.0)
+        return client.coordinate_global_iteration_advance(1, TIMEOUT)
+
+    first = scheduler.spawn("rank 0", begin)
+    scheduler.run()
+    assert first.result == early.result == 1
+    assert store.get_active_ranks_for_coordination(2, TIMEOUT) == {0, 1}
+
+
+def test_older_process_of_a_rank_is_out(job: AnyJob) -> None:
+    """It was only paused: it acts for no one any more, least of all for its successor."""
+    zombie = job.clients[1]
+    job.new_process(1)
+    job.start(1, job.join)
+    job.each([0, 2, 3], job.advance)
+    head = Agreement(job.store).iterations.read_head()
+    arrived = Agreement(job.store).iterations.arrivals_of(1)
+    job.clients[1] = zombie
+    for act in (job.advance, job.join):
+        assert "slot 1 was taken over by process" in str(job.one(1, act))
+    assert Agreement(job.store).iterations.arrivals_of(1) == arrived == set()
+    assert Agreement(job.store).ends.outcome_of(1) is None
+    assert Agreement(job.store).iterations.read_head() == head
+
+
+@where_heartbeats_are_counted
+def test_older_process_of_a_rank_sends_no_heartbeat_of_its_successor(job: AnyJob) -> None:
+    zombie = job.clients[1]
+    job.new_process(1)
+    job.start(1, job.join)
+    job.each([0, 2, 3], job.advance)
+    beats = Agreement(job.store).heartbeats.get_heartbeat(Member(1, 1))
+    zombie.update_coordinator_heartbeat()
+    assert Agreement(job.store).heartbeats.get_heartbeat(Member(1, 1)) == beats
+
+
+def test_process_whose_rank_a_newer_one_takes_while_it_waits() -> None:
+    job = Job()
+    first = job.start(1, lambda rank: job.new_process(rank).handle_rank_restart(4, TIMEOUT, rank=rank))
+
+    def newer(rank: int) -> int:
+        job.scheduler.sleep(3.0)
+        return job.store.clone("newer").catch_up_restarting_rank(TIMEOUT, rank=rank)
+
+    second = job.start(1, newer)
+
+    def late(rank: int) -> int:
+        job.scheduler.sleep(10.0)
+        return job.advance(rank)
+
+    assert set(job.each([0, 2, 3], late).values()) == {1} == {second.result}
+    assert isinstance(first.result, RestartError) and "slot 1 was taken over by process" in str(first.result)
+
+
+@pytest.mark.parametrize("pause", [60.0, 200.0])
+def test_process_that_is_paused_until_the_others_have_given_it_up(pause: float) -> None:
+    """It wanted in and was let in, but was left out again before it knew: it needs another incarnation."""
+    job = Job()
+    comes_back = pause < TIMEOUT.total_seconds()
+    job.new_process(1)
+    back = job.start(1, job.join)
+
+    def pause_it(client: str, operation: str, args: Sequence[Any]) -> None:
+        if operation == "append" and args[0] == keys.join(0):
+            job.scheduler.pause(back, pause)
+
+    job.store.on_operation(pause_it)
+
+    def go_on(rank: int) -> int:
+        assert [job.advance(rank), job.advance(rank)] == [1, 2]  # with 1:1, then without it
+        return job.train_until_in(rank, Member(1, 2), within=pause) if comes_back else 2
+
+    numbers = set(job.each([0, 2, 3], go_on).values())
+    if comes_back:
+        assert numbers == {3} == {back.result}
+    else:
+        assert isinstance(back.result, TimeoutError) and "the others went on too fast" in str(back.result)
+
+
+def test_nothing_to_catch_up_with() -> None:
+    store = FakeStore()
+    with pytest.raises(RestartError, match="there is no job to catch up with yet: call handle_rank_restart"):
+        store.catch_up_restarting_rank(TIMEOUT, rank=1)
+    assert store.num_keys() == 0
+    job = Job()
+    Agreement(job.store).ends.end_iteration(0, DONE)
+    job.new_process(1)
+    error = job.one(1, job.join)
+    assert isinstance(
+        error, RestartError
+    ) and "slot 1 (process 2) cannot join: the call has completed" in str(error)
+
+
+def test_others_that_do_not_leave_their_iteration_are_named() -> None:
+    job = Job()
+
+    def heart(rank: int) -> Callable[[], None]:
+        def beat() -> None:
+            while True:
+                job.clients[rank].update_coordinator_heartbeat()
+                job.scheduler.sleep(1.0)
+
+        return beat
+
+    for rank in (0, 2, 3):
+        job.scheduler.spawn(f"heart {rank}", heart(rank), daemon=True)
+    job.new_process(1)
+    error = job.one(1, job.join)
+    assert isinstance(error, TimeoutError) and "slots [0, 2, 3] have not left it" in str(error)
+    assert job.each([0, 2, 3], job.advance) == dict.fromkeys([0, 2, 3], 1)  # no one waits for the one gone
+    assert [member.slot for member in job.members()] == [0, 2, 3]
+
+
+def joins(scheduler: Scheduler, store: FakeStore, rank: int, seconds: float = 5.0) -> Task:
+    """A process that takes part in a job of three ranks; its number, or the error that it met."""
+
+    def task() -> Any:
+        try:
+            return store.handle_rank_restart(3, timedelta(seconds=seconds), rank=rank)
+        except (RestartError, DistNetworkError, ConnectionError) as error:
+            return error
+
+    return scheduler.spawn(f"rank {rank}", task)
+
+
+def test_who_gave_up_while_the_job_formed_is_not_in_it() -> None:
+    scheduler = Scheduler()
+    store = FakeStore(scheduler)
+    clients = [store.clone(f"rank {rank}") for rank in range(3)]
+    for ranks, missing in (([0, 1], "[2]"), ([2], "[0, 1]")):
+        tasks = [joins(scheduler, clients[rank], rank) for rank in ranks]
+        scheduler.run()
+        for task in tasks:
+            assert isinstance(task.result, TimeoutError) and f"ranks {missing} of 3 are" in str(task.result)
+    assert Agreement(store).iterations.read_head() is None
+    tasks = [joins(scheduler, client, rank) for rank, client in enumerate(clients)]
+    scheduler.run()
+    assert [task.result for task in tasks] == [0, 0, 0]
+    assert store.get_active_ranks_for_coordination(3, TIMEOUT) == {0, 1, 2}
+
+
+def test_who_fails_once_it_is_in_leaves_the_job() -> None:
+    scheduler = Scheduler()
+    store = FakeStore(scheduler)
+    clients = [store.clone(f"rank {rank}") for rank in range(3)]
+    store.fail("get", keys.roster(0, "*"), client="rank 1")
+    tasks = [joins(scheduler, client, rank) for rank, client in enumerate(clients)]
+    scheduler.run()
+    assert [tasks[0].result, tasks[2].result] == [0, 0]
+    assert isinstance(tasks[1].result, DistNetworkError)
+    assert Agreement(store).ends.outcome_of(0) == FAULT
+    assert store.get_active_ranks_for_coordination(3, TIMEOUT) == {0, 2}
+
+
+def test_error_is_the_first_one_where_the_store_is_gone() -> None:
+    scheduler = Scheduler()
+    store = FakeStore(scheduler)
+    errors = [ConnectionError("first"), ConnectionError("second")]
+
+    def cut(client: str, operation: str, args: Sequence[Any]) -> None:
+        if store.snapshot().get(keys.join(keys.BEFORE_FIRST)) and errors:
+            raise errors.pop(0)
+
+    store.on_operation(cut)
+    task = joins(scheduler, store, 0)
+    scheduler.run()
+    assert isinstance(task.result, ConnectionError) and str(task.result) == "first" and not errors
+
+
+def test_process_that_has_joined_gets_the_number_that_is_on(job: AnyJob) -> None:
+    assert job.join(2) == 0
+    job.each(range(4), job.advance)
+    assert job.join(2) == 1
+    assert job.member(2) == Member(2, 0)  # and was not joined once more
+
+
+@pytest.mark.parametrize("store", ["fake", "tcp", "file", "etcd"], indirect=True)
+def test_clone_is_the_same_process(store: StoreMixin) -> None:
+    assert store.handle_rank_restart(1, TIMEOUT, rank=0) == 0
+    assert store.coordinate_global_iteration_advance(1, TIMEOUT) == 1
+    clone = store.clone()
+    assert clone.handle_rank_restart(1, TIMEOUT, rank=0) == 1
+    assert Agreement(store).joining.newest_of(0) == Member(0, 0)
+    clone.close()
+
+
+def test_rank_is_the_environments(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = FakeStore(Scheduler())
+    monkeypatch.delenv("RANK", raising=False)
+    for act in (
+        lambda: store.handle_rank_restart(1, TIMEOUT),
+        lambda: store.catch_up_restarting_rank(TIMEOUT),
+    ):
+        with pytest.raises(ValueError, match="pass rank=, or set the environment variable RANK"):
+            act()
+    monkeypatch.setenv("RANK", "0")
+    job = Job(world_size=1)
+    process = job.store.clone("again")
+    again = job.scheduler.spawn("again", process.handle_rank_restart, 1, TIMEOUT)
+    job.scheduler.run()
+    assert again.result == 1 and job.members() == (Member(0, 1),)
+
+
+# Which iteration a rank was in
+
+
+def test_recorded_iteration_of_a_rank(job: AnyJob) -> None:
+    for _ in range(3):
+        job.each(range(4), job.advance)
+    assert [job.store.get_iteration_for_rank(rank) for rank in range(4)] == [3] * 4  # by coordinate_...
+    assert job.store.get_iteration_for_rank(17) == 3  # nothing is recorded: the one that is on
+    job.store.record_iteration_for_rank(17, 1)
+    assert job.store.get_iteration_for_rank(17) == 1
+    job.store.record_iteration_for_rank(17, 3)
+    job.store.record_iteration_for_rank(17, 2)  # late
+    assert job.store.get_iteration_for_rank(17) == 3
+
+
+def test_no_number_is_recorded_that_head_has_not_reached(job: AnyJob) -> None:
+    for wrong in (1, -1):
+        with pytest.raises(ValueError, match=f"iteration={wrong} of rank 2 must lie in 0..0"):
+            job.store.record_iteration_for_rank(2, wrong)
+    assert job.store.get_iteration_for_rank(2) == 0
+
+
+@in_many_orders()
+def test_the_highest_of_records_made_at_once_stays(job: AnyJob) -> None:
+    for _ in range(3):
+        job.each(range(4), job.advance)
+    job.store.delete_key(keys.last_iteration(0))
+    job.each(range(4), lambda rank: job.clients[rank].record_iteration_for_rank(0, rank))
+    assert job.store.get_iteration_for_rank(0) == 3
+
+
+def test_record_that_another_one_comes_before() -> None:
+    job = Job()
+    for _ in range(3):
+        job.each(range(4), job.advance)
+    job.store.delete_key(keys.last_iteration(0))
+    job.store.record_iteration_for_rank(0, 0)
+
+    def come_before(client: str, operation: str, args: Sequence[Any]) -> None:
+        if client == "rank 3" and operation == "compare_set" and args[1] == "0":
+            job.store.record_iteration_for_rank(0, 2)
+
+    job.store.on_operation(come_before)
+    job.clients[3].record_iteration_for_rank(0, 3)
+    assert job.store.get_iteration_for_rank(0) == 3
+
+
+def test_garbage_in_a_record_names_its_key(job: AnyJob) -> None:
+    job.store.set(keys.last_iteration(1), "three")
+    for act in (
+        lambda: job.store.get_iteration_for_rank(1),
+        lambda: job.store.record_iteration_for_rank(1, 0),
+    ):
+        with pytest.raises(StoreError, match="last_iteration/1' holds 'three'"):
+            act()
+
+
+# Inside a wrapped function
+
+
+def test_store_of_an_iteration_speaks_of_the_whole_job(job: AnyJob) -> None:
+    job.each(range(4), job.advance)
+    store = PrefixStore(1, job.store)
+    assert store.get_global_iteration() == store.increment_global_iteration() == 1
+    assert store.wait_for_global_iteration_ready(TIMEOUT) == 1
+    store.signal_global_iteration_ready(1)
+    assert store.get_active_ranks_for_coordination(4, TIMEOUT) == {0, 1, 2, 3}
+    assert store.elect_coordinator(4, TIMEOUT) == store.get_current_coordinator() == 0
+    assert store.is_coordinator_alive()
+    assert 0 < store.get_coordinator_heartbeat() <= job.store.get_coordinator_heartbeat()
+    store.record_iteration_for_rank(7, 1)
+    assert store.get_iteration_for_rank(7) == job.store.get_iteration_for_rank(7) == 1
+    assert not [key for key in job.store.list_keys() if key.startswith(keys.iteration_prefix(1))]
+
+
+def test_job_of_the_wrapper_is_joined_by_the_wrapper_only() -> None:
+    store = FakeStore(Scheduler())
+    Agreement(store).joining.agree_on_terms(0, 0, {"function": "train"})
+    with pytest.raises(RestartError, match="the job is the wrapper's"):
+        store.handle_rank_restart(1, TIMEOUT, rank=0)
+    assert (
+        Agreement(store).iterations.read_head() is None
+        and Agreement(store).joining.newest_of(0).incarnation == -1
+    )
+    with pytest.raises(ValueError, match="the job has 'by hand'"):  # nor the other way round
+        Agreement(Job().store).joining.agree_on_terms(0, 0, {"function": "train"})
+
+
+def test_wrapped_function_cannot_join_or_leave_by_itself(job: AnyJob) -> None:
+    store, before = PrefixStore(0, job.clients[1]), contents(job.store)
+    for act, why in (
+        (lambda: store.handle_rank_restart(4, TIMEOUT, rank=1), "the wrapper has joined"),
+        (lambda: store.catch_up_restarting_rank(TIMEOUT, rank=1), "the wrapper has joined"),
+        (lambda: store.coordinate_global_iteration_advance(4, TIMEOUT), "leave it to the wrapper"),
+        (store.update_coordinator_heartbeat, "leave it to the wrapper"),
+    ):
+        with pytest.raises(RestartError, match=why):
+            act()
+    assert contents(job.store) == before
+
+
+def contents(store: StoreMixin) -> dict[str, bytes]:
+    """All that a store holds."""
+    names = store.list_keys()
+    return dict(zip(names, store.multi_get(names), strict=True))

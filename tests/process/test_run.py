@@ -1,0 +1,963 @@
+"""ftrun with real processes: plain scripts and programs that use no wrapper, each started by exec.
+
+Ranks that are forked from a template, replaced or restarted are in ``tests/process/agent``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TextIO
+
+import psutil
+import pytest
+from support.ends import ENDS
+from support.warm_ftrun import run_python, start_python
+
+from ft_wrapper import events
+from ft_wrapper.agent.outputs import Failure, in_order, report
+from ft_wrapper.agent.verdict import INFRASTRUCTURE
+from ft_wrapper.run import main, parse_args
+from ft_wrapper.store import TCPStore
+from ft_wrapper.testing.etcd_server import free_port
+
+TIMEOUT = 120.0
+# The others go on when a rank fails.
+ALONE = ("--restart-policy", "rank", "--max-rank-restarts", "0")
+
+# A rank that does as it is told: it says who it is over a socket, then obeys line by line.
+OBEDIENT = """
+import os, signal, socket, subprocess, sys
+connection = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+lines = connection.makefile("rw", buffering=1)
+def say(*words): print(*words, file=lines)
+def note(signum, frame):
+    say("got", signal.Signals(signum).name)
+    raise SystemExit(0)
+say(os.environ["RANK"], os.getpid())
+for line in lines:
+    order, *arguments = line.split()
+    if order == "ping": say("pong")
+    elif order == "exit": sys.exit(int(arguments[0]))
+    elif order == "handle": signal.signal(signal.Signals[arguments[0]], note); say("done")
+    elif order == "note":
+        signal.signal(signal.Signals[arguments[0]], lambda *_: connection.sendall(b"noted\\n"))
+        say("done")
+    elif order == "ignore": signal.signal(signal.Signals[arguments[0]], signal.SIG_IGN); say("done")
+    elif order == "helper": say(subprocess.Popen(["sleep", "1000"]).pid)
+"""
+
+
+@dataclasses.dataclass
+class Obedient:
+    """The test's end of a rank that does as it is told."""
+
+    pid: int
+    lines: TextIO
+
+    def tell(self, order: str) -> None:
+        self.lines.write(order + "\n")
+        self.lines.flush()
+
+    def ask(self, order: str) -> str:
+        self.tell(order)
+        return self.lines.readline().strip()
+
+
+class Job:
+    """A running ftrun, and its ranks."""
+
+    def __init__(self, process: subprocess.Popen[str], listener: socket.socket, nproc: int) -> None:
+        self.process = process
+        self.ranks: dict[int, Obedient] = {}
+        self._connections: list[socket.socket] = []
+        pidfd = os.pidfd_open(process.pid)
+        try:
+            for _ in range(nproc):
+                self._accept(listener, pidfd)
+        finally:
+            os.close(pidfd)
+
+    def _accept(self, listener: socket.socket, pidfd: int) -> None:
+        ready, _, _ = select.select([listener.fileno(), pidfd], [], [], TIMEOUT)
+        assert listener.fileno() in ready, f"ftrun ended or did not start: {self.process.poll()}"
+        connection, _ = listener.accept()
+        connection.settimeout(TIMEOUT)
+        self._connections.append(connection)
+        lines = connection.makefile("rw")
+        rank, pid = lines.readline().split()
+        self.ranks[int(rank)] = Obedient(int(pid), lines)
+
+    def read_until(self, text: str) -> str:
+        """Reads what ftrun says until a line has the text in it."""
+        assert self.process.stderr is not None
+        said = ""
+        for line in self.process.stderr:
+            said += line
+            if text in line:
+                return said
+        raise AssertionError(f"ftrun never said {text!r}, but:\n{said}")
+
+    def end(self) -> tuple[int, str]:
+        """Waits for ftrun; returns exit code and the rest of what it said."""
+        _, said = self.process.communicate(timeout=TIMEOUT)
+        return self.process.returncode, said
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate(timeout=TIMEOUT)
+        for rank in self.ranks.values():
+            rank.lines.close()
+        for connection in self._connections:
+            connection.close()
+
+
+Launch = Callable[..., Job]
+
+
+@pytest.fixture(autouse=True)
+def no_standby(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most scripts here use no torch, and are started faster than it could be imported."""
+    monkeypatch.setenv("PET_NO_STANDBY", "1")
+
+
+@pytest.fixture(autouse=True)
+def temporary_directory(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Log directories of jobs that failed stay; here, not in the real place."""
+    directory = tmp_path_factory.mktemp("temporary")
+    monkeypatch.setenv("TMPDIR", str(directory))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    return directory
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    """Starts an ftrun with obedient ranks."""
+    jobs: list[Job] = []
+    script = tmp_path / "obedient.py"
+    script.write_text(OBEDIENT)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(TIMEOUT)
+
+        def start(nproc: int, *options: str, shell: str = "") -> Job:
+            words = ["-m", "ft_wrapper.run", "--nproc-per-node", str(nproc), *options]
+            words += [str(script), str(listener.getsockname()[1])]
+            if shell:
+                command = ["sh", "-c", shell + ' exec "$@"', "sh", sys.executable, *words]
+                process = subprocess.Popen(
+                    command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+                )
+            else:
+                process = start_python(words, stdout=subprocess.DEVNULL)
+            try:
+                jobs.append(Job(process, listener, nproc))
+            except BaseException:
+                process.kill()
+                process.communicate(timeout=TIMEOUT)
+                raise
+            return jobs[-1]
+
+        yield start
+        for job in jobs:
+            job.close()
+
+
+def run_with_standby(*arguments: str, module: str = "ft_wrapper.run") -> subprocess.CompletedProcess[str]:
+    """For scripts with torch: their ranks are forked from ftrun's standby process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("PET_NO_STANDBY")
+        return run_python(["-m", module, *arguments], TIMEOUT)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[[str], str]:
+    """Writes a script and returns its path."""
+
+    def write(source: str) -> str:
+        path = tmp_path / "script.py"
+        path.write_text(textwrap.dedent(source))
+        return str(path)
+
+    return write
+
+
+def ended(pidfd: int) -> bool:
+    """Waits for the end of a process."""
+    return bool(select.select([pidfd], [], [], TIMEOUT)[0])
+
+
+# What a rank finds ---------------------------------------------------------------------------------------
+
+
+def test_environment(
+    tmp_path: Path,
+    script: Callable[[str], str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("TORCH_CPP_LOG_LEVEL", raising=False)
+    dump = script("""
+        import json, os, sys
+        with open(f"{sys.argv[1]}/{os.environ['RANK']}.json", "w") as file:
+            json.dump([dict(os.environ), sys.argv, os.getsid(0) == os.getpid()], file)
+    """)
+    caplog.set_level(logging.INFO)
+    assert main(["--nproc-per-node", "3", dump, str(tmp_path), "--nproc-per-node", "--x"]) == 0
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
+    for rank, (environment, argv, leads_session) in enumerate(ranks):
+        expected = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "3",
+            "LOCAL_WORLD_SIZE": "3",
+            "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1",
+            "ROLE_RANK": str(rank),
+            "ROLE_NAME": "default",
+            "ROLE_WORLD_SIZE": "3",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "OMP_NUM_THREADS": "1",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+            "FT_WRAPPER_STORE": f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}",
+            "TORCHELASTIC_RUN_ID": ranks[0][0]["TORCHELASTIC_RUN_ID"],
+            "MASTER_PORT": ranks[0][0]["MASTER_PORT"],
+        }
+        assert {name: environment.get(name) for name in expected} == expected
+        assert environment["TORCHELASTIC_RUN_ID"]
+        assert environment["TORCHELASTIC_ERROR_FILE"].endswith(f"/{rank}/error.json")
+        assert argv == [dump, str(tmp_path), "--nproc-per-node", "--x"]
+        assert leads_session
+    assert sum("OMP_NUM_THREADS" in message for message in caplog.messages) == 1
+
+
+@pytest.mark.parametrize(("nproc", "preset", "found"), [("1", None, "None"), ("2", "5", "5")])
+def test_threads_are_left_alone(
+    script: Callable[[str], str],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    nproc: str,
+    preset: str | None,
+    found: str,
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if preset is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", preset)
+    say = script("import os; print('threads', os.environ.get('OMP_NUM_THREADS'))")
+    assert main(["--nproc-per-node", nproc, say]) == 0
+    assert capfd.readouterr().out.count(f"threads {found}\n") == int(nproc)
+
+
+def test_plain_process_group(script: Callable[[str], str], capfd: pytest.CaptureFixture[str]) -> None:
+    reduce = script("""
+        import torch
+        torch.distributed.init_process_group("gloo")
+        total = torch.ones(1)
+        torch.distributed.all_reduce(total)
+        print(f"rank {torch.distributed.get_rank()} total {total.item()}\\n", end="")
+        torch.distributed.destroy_process_group()
+    """)
+    assert main(["--nproc-per-node", "2", reduce]) == 0
+    said = capfd.readouterr().out
+    assert "rank 0 total 2.0" in said
+    assert "rank 1 total 2.0" in said
+
+
+def test_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FT_WRAPPER_EVENTS", str(tmp_path / "events"))
+    assert main(["--no-python", "sh", "-c", "exit 3"]) == 1
+    records = events.load(str(tmp_path / "events"))
+    names = ["agent_started", "round_started", "rank_started", "rank_ended", "agent_ended"]
+    assert [record["event"] for record in records] == names
+    assert records[0]["started"] <= records[0]["monotonic"]
+    assert records[3]["exitcode"] == 3
+    assert records[2]["child"] == records[3]["child"]
+
+
+# How it ends ---------------------------------------------------------------------------------------------
+
+
+def test_all_succeed(capfd: pytest.CaptureFixture[str]) -> None:
+    descriptors = set(os.listdir("/proc/self/fd"))
+    assert main(["--nproc-per-node", "2", "--no-python", "true"]) == 0
+    assert capfd.readouterr() == ("", "")
+    assert set(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_others_live_on_when_one_is_killed(launch: Launch) -> None:
+    job = launch(3, *ALONE)
+    os.kill(job.ranks[1].pid, signal.SIGKILL)
+    job.read_until("killed by SIGKILL; 2 still running")
+    for rank in (0, 2):
+        assert job.ranks[rank].ask("ping") == "pong"
+        job.ranks[rank].tell("exit 0")
+    code, said = job.end()
+    assert code == 75
+    table = said[said.index("1 of 3 ranks failed") :].splitlines()
+    assert table[2].split()[:2] == ["1", str(job.ranks[1].pid)]
+    assert "killed by SIGKILL" in table[2]
+
+
+def test_first_failure_comes_first(launch: Launch) -> None:
+    job = launch(3, *ALONE)
+    job.ranks[2].tell("exit 5")
+    job.read_until("exit code 5; 2 still running")
+    job.ranks[0].tell("exit 4")
+    job.read_until("exit code 4; 1 still running")
+    job.ranks[1].tell("exit 0")
+    code, said = job.end()
+    assert code == 1
+    assert "2 of 3 ranks failed" in said
+    assert said.index("exit code 5") < said.index("exit code 4")
+
+
+def test_recorded_error_is_shown(
+    tmp_path: Path, script: Callable[[str], str], caplog: pytest.LogCaptureFixture
+) -> None:
+    fail = script("""
+        from torch.distributed.elastic.multiprocessing.errors import record
+        @record
+        def main():
+            raise ValueError("no such thing\\nand more")
+        main()
+    """)
+    assert main(["--log-dir", str(tmp_path / "logs"), fail]) == 1
+    table = caplog.text
+    assert "exit code 1" in table
+    assert "ValueError: no such thing  " in table
+    (error_file,) = (tmp_path / "logs").rglob("error.json")
+    assert str(error_file) in table
+
+
+def test_ranks_meet_at_the_port_that_is_given(script: Callable[[str], str], tmp_path: Path) -> None:
+    """Also in the round after a failure."""
+    port = free_port()
+    meet = script(f"""
+        import os, sys
+        import torch, torch.distributed as dist
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        assert os.environ["MASTER_PORT"] == "{port}"
+        dist.init_process_group("gloo", init_method="tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+        met = torch.ones(1)
+        dist.all_reduce(met)
+        assert met.item() == size
+        dist.destroy_process_group()
+        sys.exit(rank if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else 0)
+    """)
+    arguments = ["--nproc-per-node", "2", "--max-restarts", "1", "--master-port", str(port)]
+    ended = run_with_standby(*arguments, meet)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_a_port_that_another_program_has(
+    script: Callable[[str], str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["--master-port", str(port), script("raise AssertionError")]) == 2
+    said = capfd.readouterr().err
+    assert f"--master-port {port} cannot be used on this host" in said and "leave it out" in said
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [
+        "raise ValueError('no such thing')",
+        pytest.param(
+            "os.kill(os.getpid(), 11)", marks=pytest.mark.nightly("with a traceback it runs always")
+        ),
+    ],
+)
+def test_its_own_error_file_is_torchruns(
+    ends: str, script: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a platform reads of the root cause: rank 1's; rank 0 is only ended."""
+    fail = script(f"""
+        import os, time
+        from torch.distributed.elastic.multiprocessing.errors import record
+        @record
+        def main():
+            if os.environ["RANK"] == "1":
+                {ends}
+            time.sleep(1000)
+        main()
+    """)
+    found = []
+    for name, module in (("ours", "ft_wrapper.run"), ("torchs", "torch.distributed.run")):
+        file = tmp_path / f"{name}.json"
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+        ended = run_with_standby("--standalone", "--nproc-per-node", "2", fail, module=module)
+        # One that was killed may be a loss: ftrun's exit code says to try again.
+        is_loss = name == "ours" and "kill" in ends
+        assert ended.returncode == (INFRASTRUCTURE if is_loss else 1), ended.stderr
+        found.append(json.loads(file.read_text()) if file.exists() else None)
+    assert (found[0] is None) == (found[1] is None) == ("raise" not in ends)
+    for record in filter(None, found):
+        record["message"]["extraInfo"].pop("timestamp")
+        # The line of the rank's main script, and what torch calls that by.
+        trace = record["message"]["extraInfo"].pop("py_callstack")
+        assert "no such thing" in trace and fail in trace
+    assert found[0] == found[1]
+
+
+def test_its_own_error_file_when_it_cannot_start(
+    script: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    monkeypatch.setenv("TORCHELASTIC_HEALTH_CHECK_PORT", "http")
+    assert main([script("raise AssertionError")]) == 2
+    assert "TORCHELASTIC_HEALTH_CHECK_PORT=http" in json.loads(file.read_text())["message"]["message"]
+
+
+def test_half_an_error_file(script: Callable[[str], str], caplog: pytest.LogCaptureFixture) -> None:
+    fail = script("""
+        import os, signal
+        with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
+            file.write('{"message": {"mess')
+        os.kill(os.getpid(), signal.SIGSEGV)
+    """)
+    assert main([fail]) == 75
+    said = caplog.text
+    assert "killed by SIGSEGV" in said
+    assert "Traceback" not in said
+
+
+def test_an_error_file_of_another_handler(
+    script: Callable[[str], str], caplog: pytest.LogCaptureFixture
+) -> None:
+    fail = script("""
+        import os, sys
+        with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
+            file.write('{"message": "out of luck", "timestamp": 1}')
+        sys.exit(1)
+    """)
+    assert main([fail]) == 1
+    assert "out of luck" in caplog.text
+
+
+def test_helpers_of_a_failed_rank_end(launch: Launch) -> None:
+    job = launch(2, *ALONE)
+    helper = os.pidfd_open(int(job.ranks[0].ask("helper")))
+    try:
+        os.kill(job.ranks[0].pid, signal.SIGKILL)
+        job.read_until("killed by SIGKILL")
+        assert ended(helper)
+    finally:
+        os.close(helper)
+    assert job.ranks[1].ask("ping") == "pong"
+
+
+def test_a_failure_that_the_job_finished_without_is_forgiven(
+    script: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The job: slots 0 and 2, which call their iteration done. Slot 1 is not in it, and fails.
+    finish = script("""
+        import os, sys
+        rank = int(os.environ["RANK"])
+        if rank == 1:
+            sys.exit(9)
+        from ft_wrapper.protocol import Agreement
+        from ft_wrapper.protocol.records import Member
+        from ft_wrapper.store import TCPStore
+        host, _, port = os.environ["FT_WRAPPER_STORE"].rpartition(":")
+        store = TCPStore(host, int(port))
+        me = Member(rank, 0)
+        Agreement(store).joining.join_first(me, [0, 2])
+        view = Agreement(store).joining.await_first(me, [0, 2], 100)
+        Agreement(store).ends.end_iteration(view.n, sys.argv[1])
+        sys.exit(9 if rank == 2 and sys.argv[2] == "member fails" else 0)
+    """)
+    monkeypatch.setenv("LOGLEVEL", "INFO")
+
+    def ends(how: str, member: str) -> tuple[int, str]:
+        ended = run_with_standby("--nproc-per-node", "3", *ALONE, finish, how, member)
+        return ended.returncode, ended.stderr
+
+    code, said = ends("done", "-")
+    assert code == 0 and "the job finished all the same" in said
+    for how, member in (("fault", "-"), ("done", "member fails")):
+        code, said = ends(how, member)
+        assert code == 1 and said.count("1 of 3 ranks failed") == 1
+
+
+def test_the_store_outlives_every_rank(launch: Launch, script: Callable[[str], str]) -> None:
+    job = launch(2, *ALONE)
+    environment = Path("/proc", str(job.ranks[0].pid), "environ").read_bytes().split(b"\0")
+    (address,) = (v.partition(b"=")[2].decode() for v in environment if v.startswith(b"FT_WRAPPER_STORE="))
+    host, _, port = address.rpartition(":")
+    os.kill(job.ranks[0].pid, signal.SIGKILL)
+    job.read_until("killed by SIGKILL")
+    store = TCPStore(host, int(port))
+    try:
+        assert store.add("counter", 1) == 1
+    finally:
+        store.close()
+
+
+@pytest.mark.parametrize("command", ["status", "report"])
+def test_commands_beside_starting_a_script(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([command, "--help"])
+    assert end.value.code == 0
+    assert f"usage: ftrun {command} " in capsys.readouterr().out
+
+
+def test_order_of_failures() -> None:
+    def failure(rank: int, when: float) -> Failure:
+        return Failure(rank, 100 + rank, 1, when, "", "")
+
+    # The record of an exception has whole seconds; the end of a process that left none is seen exactly.
+    assert [f.rank for f in in_order([failure(3, 10.9), failure(1, 10.0), failure(2, 9.5)])] == [2, 3, 1]
+
+
+def test_report() -> None:
+    lines = report(
+        [Failure(3, 17, -11, 0.0, "", ""), Failure(0, 4711, 2, 0.0, "OSError: x", "/logs/0/stderr.log")], 4
+    ).splitlines()
+    assert lines[0] == "2 of 4 ranks failed, the first one first:"
+    assert lines[1].split() == ["rank", "pid", "when", "how", "error", "file"]
+    assert "killed by SIGSEGV" in lines[2]
+    assert lines[3].endswith("exit code 2        OSError: x  /logs/0/stderr.log")
+    assert len(lines) == 4
+
+
+# Signals -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGQUIT"])
+def test_signals_reach_all_ranks(launch: Launch, name: str) -> None:
+    job = launch(2)
+    for rank in job.ranks.values():
+        assert rank.ask(f"handle {name}") == "done"
+    job.process.send_signal(signal.Signals[name])
+    for rank in job.ranks.values():
+        assert rank.lines.readline() == f"got {name}\n"
+    code, said = job.end()
+    assert code == 128 + signal.Signals[name]
+    assert "ranks failed" not in said
+
+
+def test_signals_reach_helpers(launch: Launch) -> None:
+    job = launch(1)
+    helper = os.pidfd_open(int(job.ranks[0].ask("helper")))
+    try:
+        # The rank exits with 0, so that nothing but the signal ends its helper.
+        assert job.ranks[0].ask("handle SIGTERM") == "done"
+        job.process.send_signal(signal.SIGTERM)
+        assert ended(helper)
+    finally:
+        os.close(helper)
+    assert job.end()[0] == 128 + signal.SIGTERM
+
+
+def test_who_ignores_the_signal_is_killed(launch: Launch) -> None:
+    job = launch(2, "--shutdown-timeout", "2")  # long enough for the other one to end
+    assert job.ranks[0].ask("ignore SIGTERM") == "done"
+    job.process.send_signal(signal.SIGTERM)
+    code, said = job.end()
+    assert code == 128 + signal.SIGTERM
+    assert "rank 0: still there 2 s after the signal, killed" in said
+
+
+def test_other_signals_on_request(launch: Launch) -> None:
+    job = launch(1, "--signals-to-handle", "SIGUSR1,SIGTERM")
+    assert job.ranks[0].ask("handle SIGUSR1") == "done"
+    job.process.send_signal(signal.SIGUSR1)
+    assert job.ranks[0].lines.readline() == "got SIGUSR1\n"
+    assert job.end()[0] == 128 + signal.SIGUSR1
+
+
+@pytest.mark.parametrize("name", ["SIGUSR1", "SIGUSR2"])
+@pytest.mark.parametrize("policy", ["rank", "group"])
+@pytest.mark.parametrize("standby", [False, True])
+def test_notices_reach_who_handles_them_and_end_nothing(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch, name: str, policy: str, standby: bool
+) -> None:
+    signum = signal.Signals[name]
+    if standby:
+        monkeypatch.delenv("PET_NO_STANDBY")
+    job = launch(2, "--restart-policy", policy)
+    assert job.ranks[0].ask(f"note {name}") == "done"
+    for _ in range(2):
+        job.process.send_signal(signum)
+        assert job.ranks[0].lines.readline() == "noted\n"
+    # As SLURM does: each process of a step gets it, whether it handles it or not.
+    for process in psutil.Process(job.process.pid).children(recursive=True):
+        if process.pid != job.ranks[0].pid:
+            with contextlib.suppress(psutil.NoSuchProcess):  # what a fork passes through
+                process.send_signal(signum)
+    assert job.ranks[1].ask("ping") == "pong"
+    for rank in job.ranks.values():
+        rank.tell("exit 0")
+    code, said = job.end()
+    assert code == 0
+    assert said.count(f"{name}: handed to rank 0; no other running rank of this node has a handler") == 2
+    assert "standby process" not in said
+
+
+@pytest.mark.parametrize("traps", [False, True])
+def test_a_notice_does_not_end_another_program(tmp_path: Path, traps: bool) -> None:
+    trap = f"trap 'touch {tmp_path}/noted; exit 0' USR1; " if traps else ""
+    body = f"{trap} echo there >&2; until [ -e {tmp_path}/end ]; do sleep 0.05; done"
+    words = ["-m", "ft_wrapper.run", "--no-python", "sh", "-c", body]
+    with start_python(words, stdout=subprocess.DEVNULL) as process:
+        try:
+            assert process.stderr is not None
+            assert any("there" in line for line in process.stderr)
+            process.send_signal(signal.SIGUSR1)
+            if not traps:
+                assert any("SIGUSR1: handed to no rank" in line for line in process.stderr)
+                (tmp_path / "end").touch()
+            process.communicate(timeout=TIMEOUT)
+        finally:
+            process.kill()
+    assert process.returncode == 0
+    assert (tmp_path / "noted").exists() == traps
+
+
+def test_notices_end_nothing_before_the_nodes_meet_and_when_all_is_over() -> None:
+    """They come in one after the other, from the beginning to the end of the process."""
+    code = "from ft_wrapper.cli import run; main = run.main"
+    code += "; run.main = lambda: print('runs', flush=True) or main()"
+    words = ["-c", f"{code}; run.command()", "--no-python", "true"]
+    with start_python(words, stderr=subprocess.DEVNULL) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "runs\n"
+            deadline = time.monotonic() + TIMEOUT
+            while process.poll() is None and time.monotonic() < deadline:
+                process.send_signal(signal.SIGUSR1)
+                process.send_signal(signal.SIGUSR2)
+        finally:
+            process.kill()
+    assert process.wait(TIMEOUT) == 0
+
+
+def test_a_notice_that_is_ignored_stays_so(launch: Launch) -> None:
+    job = launch(1, shell="trap '' USR1;")
+    assert job.ranks[0].ask("note SIGUSR1") == "done"
+    job.process.send_signal(signal.SIGUSR1)
+    assert job.ranks[0].ask("ping") == "pong"
+    job.ranks[0].tell("exit 0")
+    code, said = job.end()
+    assert (code, "SIGUSR1" in said) == (0, False)
+
+
+def test_failures_before_a_signal_are_shown(launch: Launch) -> None:
+    job = launch(2, *ALONE)
+    job.ranks[1].tell("exit 7")
+    job.read_until("exit code 7")
+    job.process.send_signal(signal.SIGTERM)
+    code, said = job.end()
+    assert code == 128 + signal.SIGTERM
+    assert "1 of 2 ranks failed" in said
+
+
+def test_nohup_stays(launch: Launch) -> None:
+    job = launch(1, shell="trap '' HUP;")
+    for pid in (job.process.pid, job.ranks[0].pid):
+        status = Path("/proc", str(pid), "status").read_text()
+        (ignored,) = (int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigIgn"))
+        assert ignored & 1 << (signal.SIGHUP - 1)
+    job.process.send_signal(signal.SIGHUP)
+    job.ranks[0].tell("exit 0")
+    assert job.end()[0] == 0
+
+
+def test_ranks_die_with_ftrun(launch: Launch) -> None:
+    job = launch(2)
+    assert job.ranks[1].ask("ignore SIGTERM") == "done"
+    pidfds = [os.pidfd_open(rank.pid) for rank in job.ranks.values()]
+    try:
+        job.process.kill()
+        assert all(ended(pidfd) for pidfd in pidfds)
+    finally:
+        for pidfd in pidfds:
+            os.close(pidfd)
+
+
+# What is run, and where its output goes ------------------------------------------------------------------
+
+TALK = ["--no-python", "sh", "-c", "echo out $RANK; echo err $RANK >&2"]
+
+
+def log_files(directory: Path) -> dict[str, str]:
+    return {f"{file.parent.name}/{file.name}": file.read_text() for file in directory.rglob("*.log")}
+
+
+@pytest.mark.parametrize("option", ["-r", "--redirects"])
+def test_redirects(tmp_path: Path, capfd: pytest.CaptureFixture[str], option: str) -> None:
+    assert main(["--nproc-per-node", "2", option, "3", "--log-dir", str(tmp_path), *TALK]) == 0
+    assert log_files(tmp_path) == {
+        "0/stdout.log": "out 0\n",
+        "0/stderr.log": "err 0\n",
+        "1/stdout.log": "out 1\n",
+        "1/stderr.log": "err 1\n",
+    }
+    assert capfd.readouterr() == ("", "")
+
+
+def test_redirects_by_rank(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["--nproc_per_node", "2", "-r", "0:1,1:2", "--log_dir", str(tmp_path), *TALK]) == 0
+    assert log_files(tmp_path) == {"0/stdout.log": "out 0\n", "1/stderr.log": "err 1\n"}
+    assert capfd.readouterr() == ("out 1\n", "err 0\n")
+
+
+def test_tee(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["--nproc-per-node=2", "-t", "3", "--role", "worker", "--log-dir", str(tmp_path), *TALK]) == 0
+    assert len(log_files(tmp_path)) == 4
+    out, err = capfd.readouterr()
+    assert sorted(out.splitlines()) == ["[worker0]:out 0", "[worker1]:out 1"]
+    assert sorted(err.splitlines()) == ["[worker0]:err 0", "[worker1]:err 1"]
+
+
+def test_local_ranks_filter(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    options = ["--nproc-per-node", "2", "--local-ranks-filter", "1", "-t", "1", "--log-dir", str(tmp_path)]
+    assert main([*options, *TALK]) == 0
+    assert sorted(log_files(tmp_path)) == ["0/stdout.log", "1/stdout.log"]
+    assert capfd.readouterr() == ("[default1]:out 1\n", "err 1\n")
+
+
+def test_logs_of_a_failed_rank_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fail = ["--no-python", "sh", "-c", "echo deep trouble >&2; exit 1"]
+    assert main(["-r", "3", "--log-dir", str(tmp_path), *fail]) == 1
+    (log,) = tmp_path.rglob("stderr.log")
+    assert str(log) in caplog.text
+
+
+def test_temporary_log_directory(temporary_directory: Path) -> None:
+    assert main(["--no-python", "true"]) == 0
+    assert main(["--no-python", "false"]) == 1
+    assert list(temporary_directory.iterdir()) == []
+    assert main(["-r", "1", *TALK]) == 0
+    assert log_files(temporary_directory) == {"0/stdout.log": "out 0\n"}
+
+
+def test_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "pack" / "age").mkdir(parents=True)
+    (tmp_path / "pack" / "__init__.py").write_text("import sys; assert 'pytest' not in sys.modules")
+    (tmp_path / "pack" / "age" / "__main__.py").write_text("import sys; print('main', sys.argv[1:])")
+    monkeypatch.chdir(tmp_path)
+    for option in ("-m", "--module"):
+        assert main([option, "pack.age", "-m", "x"]) == 0
+        assert capfd.readouterr().out == "main ['-m', 'x']\n"
+    assert "pack" not in sys.modules
+
+
+def test_options_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PET_NPROC_PER_NODE", "3")
+    monkeypatch.setenv("PET_NO_PYTHON", "1")
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "7")
+    options = parse_args(["true"])
+    assert options.nproc_per_node == 3
+    assert options.program.command[0].endswith("/true")
+    assert options.shutdown_timeout == 7.0
+    assert parse_args(["--nproc-per-node", "2", "true"]).nproc_per_node == 2
+
+
+@pytest.mark.parametrize("value", ["cpu", "auto"])
+def test_nproc_by_name(value: str) -> None:
+    assert parse_args(["--nproc-per-node", value, "--no-python", "true"]).nproc_per_node >= 1
+
+
+def test_console_script() -> None:
+    command = Path(sys.executable).with_name("ftrun")
+    done = subprocess.run([command, "--help"], capture_output=True, text=True, timeout=TIMEOUT)
+    assert done.returncode == 0
+    assert "--nproc-per-node" in done.stdout
+
+
+# Bad input -----------------------------------------------------------------------------------------------
+
+MEET = ("--nnodes", "2", "--rdzv-endpoint", "localhost:1")
+BAD = {
+    "no script": ([], ["script"]),
+    "missing script": (["nowhere.py"], ["nowhere.py", "no such file"]),
+    "missing module": (["-m", "no_such_module_"], ["no_such_module_", "not found"]),
+    "missing submodule": (["-m", "json.no_such_module_"], ["json.no_such_module_", "not found"]),
+    "package without main": (["-m", "concurrent"], ["concurrent", "__main__"]),
+    "no module's name": (["-m", "a..b"], ["a..b"]),
+    "missing program": (["--no-python", "no-such-program-"], ["no-such-program-", "no such program"]),
+    "nproc 0": (["--nproc-per-node", "0", "x.py"], ["--nproc-per-node 0", "at least one"]),
+    "nproc negative": (["--nproc-per-node=-2", "x.py"], ["--nproc-per-node -2", "at least one"]),
+    "nproc word": (["--nproc-per-node", "many", "x.py"], ["--nproc-per-node many", "cpu, gpu, xpu or auto"]),
+    "module without python": (["-m", "--no-python", "json.tool"], ["--no-python", "--module", "contradict"]),
+    "redirects": (["-r", "4", "x.py"], ["--redirects 4"]),
+    "tee": (["-t", "out", "x.py"], ["--tee out"]),
+    "filter": (["--local-ranks-filter", "a", "x.py"], ["--local-ranks-filter a"]),
+    "no handling": (["--signals-to-handle", "SIGKILL", "x.py"], ["--signals-to-handle", "SIGKILL"]),
+    "timeout": (["--shutdown-timeout", "-1", "x.py"], ["--shutdown-timeout -1", "at least 0"]),
+    "timeout word": (["--shutdown-timeout", "long", "x.py"], ["--shutdown-timeout long"]),
+    "log dir": (["--log-dir", "file", "x.py"], ["--log-dir file", "name a directory"]),
+    "no policy": (["--restart-policy", "alone", "x.py"], ["--restart-policy alone", "auto, rank or group"]),
+    "restarts word": (["--max-restarts", "some", "x.py"], ["--max-restarts some", "at least 0"]),
+    "restarts negative": (["--max-rank-restarts=-1", "x.py"], ["--max-rank-restarts -1", "at least 0"]),
+    "restarts of the group, alone": (
+        ["--restart-policy", "rank", "--max-restarts", "1", "x.py"],
+        ["--max-restarts 1", "--restart-policy rank", "contradict"],
+    ),
+    "restarts of a rank, in a group": (
+        ["--restart-policy", "group", "--max-rank-restarts", "1", "x.py"],
+        ["--max-rank-restarts 1", "--restart-policy group", "contradict"],
+    ),
+    "handling of SIGCHLD": (["--signals-to-handle", "SIGCHLD", "x.py"], ["--signals-to-handle", "SIGCHLD"]),
+    "ambiguous option": (["--no", "2", "x.py"], ["--no", "--no-python, --node-rank"]),
+    "unknown option": (["--no-such-option", "2", "x.py"], ["--no-such-option"]),
+    "nodes word": (["--nnodes", "some", "x.py"], ["--nnodes some", "2:4"]),
+    "no nodes": (["--nnodes", "0:2", "x.py"], ["--nnodes 0:2", "at least one"]),
+    "least above most": (["--nnodes", "3:2", "x.py"], ["--nnodes 3:2", "3, is more than the most, 2"]),
+    "rendezvous value": ([*MEET, "--rdzv-conf", "join_timeout=x", "x.py"], ["join_timeout=x"]),
+    "rendezvous list": ([*MEET, "--rdzv-conf", "join_timeout", "x.py"], ["--rdzv-conf", "NAME=VALUE"]),
+    "endpoint": (["--nnodes", "2", "--rdzv-endpoint", "a:b:c", "x.py"], ["--rdzv-endpoint a:b:c"]),
+    "node id": ([*MEET, "--node-id", "a b", "x.py"], ["'a b'", "letters, digits"]),
+    "no such backend": ([*MEET, "--rdzv-backend", "carrier", "x.py"], ["--rdzv-backend carrier", "c10d"]),
+    "monitor interval": (["--monitor-interval", "0", "x.py"], ["--monitor-interval 0", "at least 0.001"]),
+    "exit barrier": (["--exit-barrier-timeout", "-1", "x.py"], ["--exit-barrier-timeout -1", "at least 0"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], case: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("x.py").write_text("open('started', 'w')")
+    Path("file").touch()
+    arguments, words = BAD[case]
+    with pytest.raises(SystemExit) as exit_info:
+        main(arguments)
+    assert exit_info.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("ftrun: error: ")
+    assert err.count("\n") == 1
+    for word in words:
+        assert word in err
+    assert not Path("started").exists()
+
+
+def test_what_cannot_be_executed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    program = tmp_path / "program"
+    program.write_bytes(b"\x7fELF no, not really")
+    program.chmod(0o755)
+    assert main(["--nproc-per-node", "2", "--no-python", str(program)]) == 2
+    assert "cannot start" in capfd.readouterr().err
+
+
+def test_log_directory_that_cannot_be_made(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert main(["--log-dir", str(tmp_path / "file" / "logs"), "--no-python", "true"]) == 2
+    assert str(tmp_path / "file" / "logs") in capfd.readouterr().err
+
+
+def test_result_files_that_cannot_be_written(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "other")
+    pipe, link = tmp_path / "pipe", tmp_path / "link"
+    for wrong in (
+        tmp_path,
+        tmp_path / "nowhere" / "result",
+        pipe,
+        link,
+        Path("/dev/null"),
+        Path("/dev/stderr"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main(["--result-file", str(wrong), "--no-python", "true"])
+        said = capfd.readouterr().err
+        assert f"--result-file {wrong}: name a file" in said
+        assert said.count("\n") == 1
+    pipe.unlink()
+    link.unlink()
+    late = tmp_path / "late"
+    assert main(["--result-file", str(late), "--no-python", "mkdir", str(late)]) == 0
+    assert f"--result-file {late} cannot be written" in caplog.text
+    assert list(tmp_path.iterdir()) == [late]
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_nothing_is_shown_where_there_is_no_console(tmp_path: Path, closed: str) -> None:
+    words = f"-m ft_wrapper.run --tee 3 --no-python echo hello {closed}"
+    command = ["sh", "-c", f"exec {sys.executable} {words}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, cwd=tmp_path)
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+
+
+def test_exit_code_of_the_program(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ft_wrapper.run", str(tmp_path / "nowhere.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+
+
+WAITS = """
+    import threading
+    from datetime import timedelta
+    from ft_wrapper.cli import run
+    from ft_wrapper.store.tcp_server import serve
+    from torch.distributed import TCPStore
+
+    def main():
+        server = serve("127.0.0.1", 0, timedelta(seconds=100))
+        client = TCPStore("127.0.0.1", server.port, is_master=False)
+        threading.Thread(target=lambda: client.wait(["never"], timedelta(seconds=100)), daemon=True).start()
+        client.clone().set("the other thread", "waits by now, or will")
+        del server  # torch takes its time to say where the wait was when that was lost
+        print("said", end="")
+        return 7
+
+    run.main = main
+    run.command()
+"""
+
+
+def test_a_thread_that_waits_for_a_store_does_not_abort_the_end(script: Callable[[str], str]) -> None:
+    """The server goes as Python ends, and the wait with it."""
+    for _ in range(3):
+        ended = run_python([script(WAITS)], TIMEOUT, {ENDS: "whole"})
+        assert (ended.returncode, ended.stdout) == (7, "said"), ended.stderr
+
+
+@pytest.mark.parametrize("command", ["report", "status"])
+def test_a_reader_that_has_read_enough_ends_a_command_quietly(command: str) -> None:
+    """`ftrun report … | head` said where in Python the pipe had broken."""
+    code = """
+        import sys
+        from ft_wrapper.cli import run
+
+        def much(argv):
+            for number in range(100_000):
+                print("line", number)
+            return 0
+
+        run.COMMANDS[sys.argv[1]] = much
+        run.command()
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code), command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"line 0\n"
+        process.stdout.close()
+        assert process.stderr is not None
+        said = process.stderr.read().decode()
+        assert (process.wait(60), said) == (128 + signal.SIGPIPE, "")

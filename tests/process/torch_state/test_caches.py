@@ -1,0 +1,328 @@
+"""What torch keeps of old ranks: in one process, rank 1 of 4 and after a "restart" rank 0 of 4.
+
+On torch's fake process group, so in seconds. Each of the caches is left out in turn, which shows what it is
+cleared for.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ft_wrapper import Leak, find_leaks
+from ft_wrapper.torch_groups import caches as _torch_caches
+from ft_wrapper.torch_groups import tracker
+from ft_wrapper.torch_groups.release import release_process_groups
+
+sys.path.append(str(Path(__file__).parents[2]))
+from support.warm_ftrun import run_python
+
+FAST = "DTensor's fast cache"
+PROPAGATION = "DTensor's propagation caches"
+REDISTRIBUTION = "DTensor's redistribution caches"
+TOPOLOGY = "DTensor's mesh topologies"
+RANDOM = "DTensor's random number tracker"
+FUNCTIONS = "torch.distributed.nn's default group"
+SYMMETRIC = "symmetric memory"
+# By which way a mesh or a group of the old rank stays, if a step is left out. The fast cache is in C++.
+ITS_HOLDER = {
+    PROPAGATION: "ShardingPropagator._propagate_tensor_meta_cached",
+    REDISTRIBUTION: "torch.distributed.tensor._redistribute.",
+    TOPOLOGY: "MeshTopoInfo.build_from_mesh",
+    FUNCTIONS: "torch.distributed.nn.functional.",
+}
+MESHES: list[dict[str, Any]] = [{"shape": [4], "names": ["dp"]}, {"shape": [2, 2], "names": ["r", "s"]}]
+ROOT = Path(__file__).parents[3]
+
+
+# ---- in a process of its own: DTensor's caches cannot be made new
+
+
+class Job:
+    """Iterations on one layout of the mesh."""
+
+    def __init__(self, shape: list[int], names: list[str]) -> None:
+        self.shape, self.names = tuple(shape), tuple(names)
+
+    def begin(self, rank: int) -> Any:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
+        return init_device_mesh("cpu", self.shape, mesh_dim_names=self.names)
+
+    def operations(self, mesh: Any) -> dict[str, Any]:
+        """Results, all of which must be on this mesh."""
+        from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+        from torch.distributed.tensor._op_schema import OpSchema
+
+        last = len(self.shape) - 1
+        whole = [Replicate()] * len(self.shape)
+        rows = [Replicate()] * last + [Shard(0)]
+        numbers = torch.arange(64.0).view(8, 8)
+        a = distribute_tensor(numbers, mesh, whole, src_data_rank=None)
+        s = distribute_tensor(numbers, mesh, rows, src_data_rank=None)
+        w = distribute_tensor(torch.ones(8, 8), mesh, rows, src_data_rank=None).requires_grad_()
+        (w * w).sum().backward()
+        # What the fast path does not take is asked of Python.
+        schema = OpSchema(torch.ops.aten.zeros_like.default, (s._spec,), {})
+        propagator = DTensor._op_dispatcher.sharding_propagator
+        asked = propagator.propagate_op_sharding(schema)
+        propagator._propagate_tensor_meta(schema)  # what `loss_parallel` asks
+        return {
+            "redistribute": (a * 2).redistribute(mesh, rows),
+            "zeros_like": torch.zeros_like(s),
+            "matmul": s @ a,
+            "sum": s.sum(),
+            "foreach": torch._foreach_add([s, s], 1.0)[0],
+            "gradient": w.grad,
+            "propagation": asked.output_spec,
+        }
+
+    def wrong(self, mesh: Any, results: dict[str, Any]) -> list[str]:
+        """Which results are another rank's, or on another mesh."""
+        index = mesh.get_coordinate()[-1]
+        mine = torch.arange(64.0).view(8, 8).mul(2).chunk(mesh.size(mesh.ndim - 1))[index]
+        of_mesh = {name: getattr(value, "device_mesh", None) or value.mesh for name, value in results.items()}
+        found = [name for name, on in of_mesh.items() if on is not mesh]
+        if not torch.equal(results["redistribute"].to_local(), mine):
+            found.append("wrong rows")
+        return found
+
+
+def fill_tables(mesh: Any) -> None:
+    """Tables that nothing fills without a GPU; and a module that is imported while a group is there."""
+    import torch.distributed._symmetric_memory as memory
+    from torch.distributed.nn import functional
+    from torch.distributed.tensor import _random as random
+
+    name = mesh.get_group(0).group_name
+    memory._group_name_to_store[name] = dist.HashStore()
+    memory._group_name_to_workspace_tensor[name] = torch.ones(1)
+    random._rng_tracker = SimpleNamespace()
+    functional.broadcast.__defaults__ = (dist.group.WORLD,)  # as where it is imported now
+
+
+def not_forgotten(left: list[Leak]) -> list[str]:
+    """Which steps were not carried out, as far as one can tell from what is still there."""
+    import torch.distributed._symmetric_memory as memory
+    from torch.distributed.tensor import _random as random
+
+    found = []
+    for each in left:
+        known = [what for what, holder in ITS_HOLDER.items() if each.referrer and holder in each.referrer]
+        is_in_cpp = each.kind == "DeviceMesh" and not each.within and not each.referrer and not each.cycle
+        found += [] if each.within else known or ([FAST] if is_in_cpp else [str(each)])
+    if random._rng_tracker is not None:
+        found.append(RANDOM)
+    if memory._group_name_to_store or memory._group_name_to_workspace_tensor:
+        found.append(SYMMETRIC)
+    return found
+
+
+def _what_is_left(
+    shape: list[int], names: list[str], left_out: list[str], forgets: bool, thread: bool
+) -> dict[str, Any]:
+    job = Job(shape, names)
+    work = WorkingThread() if thread else None
+    do = work.do if work is not None else lambda function: function()
+    things = tracker.begin_tracking()
+    things.enter(0)
+    mesh = job.begin(rank=1)
+    fill_tables(mesh)
+    assert not do(lambda: job.wrong(mesh, job.operations(mesh)))
+    del mesh
+    release_process_groups(aborted=True)
+    if forgets:
+        _torch_caches._STEPS = tuple(step for step in _torch_caches._STEPS if step[0] not in left_out)
+        _torch_caches.clear_caches()
+    gc.collect()
+    things.enter(1)
+    forgets_not = not_forgotten(find_leaks())
+    mesh = job.begin(rank=0)
+    wrong = do(lambda: job.wrong(mesh, job.operations(mesh)))
+    if work is not None:
+        work.end()
+    dist.destroy_process_group()
+    things.close()
+    return {"wrong": wrong, "not forgotten": forgets_not}
+
+
+class WorkingThread:
+    """A thread of the user's that lives over the restart."""
+
+    def __init__(self) -> None:
+        self._wanted = threading.Semaphore(0)
+        self._done = threading.Semaphore(0)
+        self._job: Callable[[], Any] | None = None
+        self._result: Any = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def do(self, job: Callable[[], Any]) -> Any:
+        self._job = job
+        self._wanted.release()
+        assert self._done.acquire(timeout=100)
+        result, self._result, self._job = self._result, None, None
+        return result
+
+    def end(self) -> None:
+        self._job = None
+        self._wanted.release()
+        self._thread.join(100)
+
+    def _run(self) -> None:
+        while self._wanted.acquire() and self._job is not None:
+            self._result = self._job()
+            self._done.release()
+
+
+def what_is_left(
+    mesh: dict[str, Any], left_out: str = "", *, forgets: bool = True, thread: bool = False
+) -> dict[str, Any]:
+    arguments = {**mesh, "left_out": [left_out], "forgets": forgets, "thread": thread}
+    ran = run_python([__file__, json.dumps(arguments)], timeout=300)
+    assert ran.returncode == 0, ran.stderr
+    found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    return found
+
+
+by_mesh = pytest.mark.parametrize("mesh", MESHES, ids=["1-D", "2-D"])
+
+
+@by_mesh
+def test_nothing_of_the_old_rank_is_left(mesh: dict[str, Any]) -> None:
+    assert what_is_left(mesh) == {"wrong": [], "not forgotten": []}
+
+
+@by_mesh
+def test_torch_alone_gives_another_ranks_rows(mesh: dict[str, Any]) -> None:
+    """Once this fails, torch knows that ranks move, and the caches need not be cleared."""
+    left = what_is_left(mesh, forgets=False)
+    assert "wrong rows" in left["wrong"]
+    # One holder is named; others would be hidden behind it.
+    assert {RANDOM, SYMMETRIC, FUNCTIONS} < set(left["not forgotten"])
+
+
+# What goes wrong, beside the old mesh or its groups staying alive.
+ITS_MISTAKES = {
+    FAST: {"wrong rows", "zeros_like", "matmul", "sum", "foreach", "gradient"},
+    PROPAGATION: {"propagation"},
+    REDISTRIBUTION: set(),
+    TOPOLOGY: set(),
+    RANDOM: set(),
+    FUNCTIONS: set(),
+    SYMMETRIC: set(),
+}
+
+
+def test_each_step_is_left_out_once() -> None:
+    assert [what for what, _, _ in _torch_caches._STEPS] == list(ITS_MISTAKES)
+
+
+def test_functions_let_go_of_the_default_group_of_their_import() -> None:
+    from torch.distributed.nn import functional
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    before, functional.all_reduce.__defaults__ = functional.all_reduce.__defaults__, (None, dist.group.WORLD)
+    try:
+        _torch_caches.clear_caches()
+        assert functional.all_reduce.__defaults__ == (None, None)
+    finally:
+        functional.all_reduce.__defaults__ = before
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [pytest.param(MESHES[0], marks=pytest.mark.nightly("two dimensions run always")), MESHES[1]],
+    ids=["1-D", "2-D"],
+)
+@pytest.mark.parametrize("left_out", ITS_MISTAKES)
+def test_a_step_that_is_left_out_is_named(mesh: dict[str, Any], left_out: str) -> None:
+    left = what_is_left(mesh, left_out)
+    assert left["not forgotten"] == [left_out]
+    assert set(left["wrong"]) == ITS_MISTAKES[left_out]
+
+
+def test_a_thread_of_the_users_that_lives_over_a_restart_keeps_its_fast_cache() -> None:
+    """As docs/usage.md says; what Python keeps is dropped in all threads."""
+    left = what_is_left(MESHES[0], thread=True)
+    assert "wrong rows" in left["wrong"] and "propagation" not in left["wrong"]
+    assert left["not forgotten"] == [FAST]
+
+
+# ---- in this process
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, Any], None]]:
+    """Puts a module in place of torch's."""
+    monkeypatch.setattr(_torch_caches, "_warned", set())
+    yield lambda name, module: monkeypatch.setitem(sys.modules, name, module)
+
+
+def test_symmetric_memory_and_the_random_number_tracker_are_dropped(
+    modules: Callable[[str, Any], None],
+) -> None:
+    tables = [{"0": object()}, {"0": object()}]
+    memory = SimpleNamespace(_group_name_to_store=tables[0], _group_name_to_workspace_tensor=tables[1])
+    random = SimpleNamespace(_rng_tracker=object())
+    modules("torch.distributed._symmetric_memory", memory)
+    modules("torch.distributed.tensor._random", random)
+    _torch_caches.clear_caches()
+    assert tables == [{}, {}] and random._rng_tracker is None
+
+
+def test_the_names_of_symmetric_memory_are_torchs() -> None:
+    import torch.distributed._symmetric_memory as memory
+
+    assert memory._group_name_to_store == memory._group_name_to_workspace_tensor == {}
+
+
+def test_what_torch_does_not_let_go_of_is_one_warning_each(
+    modules: Callable[[str, Any], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    modules("torch.distributed._symmetric_memory", SimpleNamespace())
+    modules("torch.distributed.tensor._collective_utils", SimpleNamespace())
+    _torch_caches.clear_caches()
+    _torch_caches.clear_caches()
+    topologies, memory = (record.getMessage() for record in caplog.records)
+    for word in (torch.__version__, "mesh topologies", "docs/usage.md, 'What torch keeps'"):
+        assert word in topologies
+    assert "symmetric memory" in memory
+
+
+def test_an_older_torch_need_not_have_them(
+    modules: Callable[[str, Any], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    modules("torch.distributed._symmetric_memory", SimpleNamespace())
+    monkeypatch.setattr(torch, "__version__", "2.6.0")
+    _torch_caches.clear_caches()
+    assert not caplog.records
+
+
+def test_nothing_is_imported_for_it() -> None:
+    code = (
+        "import sys, torch.distributed; from ft_wrapper.torch_groups import caches;"
+        "before = set(sys.modules);"
+        "caches.clear_caches(); caches.reset_compiled_code(1, 4); caches.reset_compiled_code(0, 4);"
+        "assert set(sys.modules) == before, set(sys.modules) - before"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300, cwd=ROOT)
+
+
+if __name__ == "__main__":
+    print(json.dumps(_what_is_left(**json.loads(sys.argv[1]))))

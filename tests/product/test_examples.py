@@ -1,0 +1,765 @@
+"""The examples do what they say, as programs that people run."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import types
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from support.warm_ftrun import start_ftrun, start_python
+
+from ft_wrapper import events
+from ft_wrapper.testing.inject_fault import ENV, parse_faults
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SOAK = Path(__file__).parents[1] / "soak"
+FTRUN = (sys.executable, "-m", "ft_wrapper.run")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+FINAL = re.compile(r"^final weights sha256 [0-9a-f]{64}  loss \d+\.\d+  steps \d+$", re.MULTILINE)
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def load(name: str, folder: Path = EXAMPLES) -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    before = set(sys.modules)
+    sys.modules[name] = module  # dataclasses look themselves up there
+    path = list(sys.path)
+    sys.path.insert(0, str(folder))  # as when it runs as a program
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path[:] = path
+        for imported in {name, "committed", "launcher", "scrapes", "table"} - before:
+            sys.modules.pop(imported, None)
+    return module
+
+
+def run(*command: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs a program to its end, with its output in one piece."""
+    words = [str(part) for part in command]
+    if tuple(words[: len(FTRUN)]) == FTRUN:
+        return run_ftrun(words[len(FTRUN) :], environment)
+    assert words[0] == sys.executable
+    process = start_python(
+        words[1:], environment=environment, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    try:
+        output, _ = process.communicate(timeout=400)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    return subprocess.CompletedProcess(process.args, process.returncode, output)
+
+
+def run_ftrun(arguments: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    with tempfile.TemporaryFile() as output:
+        process = start_ftrun(arguments, output.fileno(), Path.cwd(), environment)
+        try:
+            process.wait(400)
+        except subprocess.TimeoutExpired:
+            output.seek(0)
+            pytest.fail(f"{arguments} did not end: {output.read().decode()}")
+        finally:
+            process.kill()
+            process.wait()
+        output.seek(0)
+        return subprocess.CompletedProcess(arguments, process.returncode, output.read().decode())
+
+
+@pytest.fixture(autouse=True)
+def without_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (ENV, events.ENV):
+        monkeypatch.delenv(name, raising=False)
+
+
+# train_lm.py -------------------------------------------------------------------------------------------
+
+
+def train(folder: Path, faults: str = "", *live: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    options = [*live, "--active", 3, "--steps", 14, "--checkpoint-every", 4, "--checkpoint-dir", folder]
+    if faults:
+        options += ["--faults", faults]
+    return run(*FTRUN, "--nproc-per-node", 4, EXAMPLES / "train_lm.py", *options, **environment)
+
+
+def test_training_ends_with_the_same_weights_whatever_happens(tmp_path: Path) -> None:
+    clean = train(tmp_path / "clean")
+    assert clean.returncode == 0, clean.stdout
+    # One inside the step, one between two checkpoints, one while a checkpoint is about to be written.
+    faults = "exception:rank=1:step=2,sigkill:rank=0:step=6,exception:rank=0:step=11:where=atomic"
+    path = str(tmp_path / "events")
+    faulty = train(tmp_path / "faulty", faults, **{events.ENV: path})
+    assert faulty.returncode == 0, faulty.stdout
+    records = events.load(path)
+    assert [r["kind"] for r in records if r["event"] == "inject"] == ["exception", "sigkill", "exception"]
+    assert {r["iteration"] for r in records if r["event"] == "enter"} == {0, 1, 2, 3}
+    assert len(FINAL.findall(clean.stdout)) == 1, clean.stdout
+    assert FINAL.findall(clean.stdout) == FINAL.findall(faulty.stdout)
+
+
+def test_training_with_live_state_does_no_step_again(tmp_path: Path) -> None:
+    clean = train(tmp_path / "clean", "", "--live")
+    assert clean.returncode == 0, clean.stdout
+    # The last one between the last commit and its checkpoint.
+    faults = "exception:rank=1:step=2,sigkill:rank=0:step=6,exception:rank=0:step=13:where=atomic"
+    path = str(tmp_path / "events")
+    faulty = train(tmp_path / "faulty", faults, "--live", **{events.ENV: path})
+    assert faulty.returncode == 0, faulty.stdout
+    records = events.load(path)
+    assert [r["kind"] for r in records if r["event"] == "inject"] == ["exception", "sigkill", "exception"]
+    assert committed.done_again(records) == (14, 0)
+    assert faulty.stdout.count("from living peers; 0 steps lost") == 3, faulty.stdout
+    # A kill here and there may leave one out, but not the last one.
+    steps = [step for _, _, step in train_lm.written(tmp_path / "faulty", "pt").values()]
+    assert steps[0] == 14
+    assert len(FINAL.findall(clean.stdout)) == 1, clean.stdout
+    assert FINAL.findall(clean.stdout) == FINAL.findall(faulty.stdout)
+
+
+@pytest.mark.parametrize("live", [(), ("--live",)], ids=["plain", "live"])
+def test_training_goes_on_where_another_run_stopped(tmp_path: Path, live: tuple[str, ...]) -> None:
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    script = (*FTRUN, "--nproc-per-node", 2, EXAMPLES / "train_lm.py", *live, "--checkpoint-dir")
+    run(*script, halves, "--steps", 5)
+    second = run(*script, halves, "--steps", 9)
+    first = run(*script, whole, "--steps", 9)
+    assert "step    0" in first.stdout
+    assert "step    0" not in second.stdout
+    assert len(FINAL.findall(first.stdout)) == 1, first.stdout
+    assert FINAL.findall(first.stdout) == FINAL.findall(second.stdout)
+
+
+def test_a_malformed_fault_is_refused(tmp_path: Path) -> None:
+    result = run(*FTRUN, EXAMPLES / "train_lm.py", "--checkpoint-dir", tmp_path, "--faults", "sigkil:rank=0")
+    assert result.returncode == 1
+    assert "'sigkil' is not one of" in result.stdout
+
+
+train_lm = load("train_lm")
+committed = load("committed")
+
+
+def test_steps_that_are_done_again_are_counted() -> None:
+    def of(iteration: int, first: int, last: int, committed: int) -> list[dict[str, object]]:
+        steps = [{"event": "step", "iteration": iteration, "step": n, "began": 0.0} for n in (first, last)]
+        return [*steps, {"event": "left", "iteration": iteration, "committed": committed}, *steps[:1]]
+
+    rolled = {"event": "left", "iteration": 1, "committed": 3}  # and came to no step of its own
+    once = [*of(0, 0, 2, 2), rolled, *of(2, 3, 5, 5), *of(2, 3, 5, 6)]
+    assert committed.done_again([{"event": "enter"}, *once]) == (6, 0)
+    assert committed.done_again([*once, *of(3, 4, 4, 5), *of(4, 5, 8, 9)]) == (9, 2)
+
+
+def saved(folder: Path) -> list[str]:
+    return [path.name for path in train_lm.written(folder, "pt")]
+
+
+def save(folder: Path, run: int, iteration: int, step: int) -> None:
+    train_lm.save_checkpoint(folder, (run, iteration), step, {"step": step})
+
+
+def test_the_last_checkpoints_are_kept_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    for numbers in [(1, 0, 5), (1, 9, 90), (1, 9, 100), (1, 10, 90), (2, 0, 5)]:
+        save(tmp_path, *numbers)
+    assert saved(tmp_path) == [
+        "run-2-iteration-0-step-5.pt",
+        "run-1-iteration-10-step-90.pt",
+        "run-1-iteration-9-step-100.pt",
+    ]
+    assert train_lm.newest_readable(tmp_path).name == "run-2-iteration-0-step-5.pt"
+
+
+def test_what_an_iteration_writes_after_the_next_one_has_begun_is_not_believed(tmp_path: Path) -> None:
+    save(tmp_path, 1, 0, 5)
+    assert train_lm.begin_with(tmp_path, (1, 1)) == "run-1-iteration-1-step-5.pt"
+    with pytest.raises(SystemExit, match=r"\(1, 0\) is over: \(1, 1\) has begun"):
+        save(tmp_path, 1, 0, 10)
+    assert saved(tmp_path) == ["run-1-iteration-1-step-5.pt", "run-1-iteration-0-step-5.pt"]
+    # And if it was paused between its look and its write:
+    (tmp_path / "run-1-iteration-0-step-10.pt").write_bytes(
+        (tmp_path / "run-1-iteration-0-step-5.pt").read_bytes()
+    )
+    assert train_lm.begin_with(tmp_path, (1, 2)) == "run-1-iteration-2-step-5.pt"
+
+
+def test_a_number_is_not_used_twice_in_a_folder(tmp_path: Path) -> None:
+    """As when a second job uses the folder under the same name."""
+    assert train_lm.begin_with(tmp_path, (1, 0)) is None
+    save(tmp_path, 1, 3, 5)
+    for iteration in (0, 3):
+        with pytest.raises(SystemExit, match="give --run-id a name that was not used before"):
+            train_lm.begin_with(tmp_path, (1, iteration))
+    assert train_lm.begin_with(tmp_path, (2, 0)) == "run-2-iteration-0-step-5.pt"
+
+
+def test_runs_are_numbered_in_the_order_in_which_they_come(tmp_path: Path) -> None:
+    assert [train_lm.run_number(tmp_path, name) for name in ("b", "a", "b", "c")] == [1, 2, 1, 3]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run-1", "run-2", "run-3"]
+
+
+def test_a_writer_removes_the_unfinished_files_of_earlier_iterations_only(tmp_path: Path) -> None:
+    for iteration in (0, 1, 2):
+        (tmp_path / f"run-1-iteration-{iteration}-step-5.tmp").touch()
+    save(tmp_path, 1, 1, 10)
+    assert sorted(path.name for path in tmp_path.glob("*.tmp")) == [
+        "run-1-iteration-1-step-5.tmp",
+        "run-1-iteration-2-step-5.tmp",
+    ]
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    assert train_lm.newest_readable(tmp_path) is None
+    save(tmp_path, 1, 0, 5)
+    whole = (tmp_path / "run-1-iteration-0-step-5.pt").read_bytes()
+    (tmp_path / "run-1-iteration-0-step-10.pt").write_bytes(whole[: len(whole) // 2])
+    assert train_lm.begin_with(tmp_path, (1, 1)) == "run-1-iteration-1-step-5.pt"
+
+
+def test_a_write_that_is_cut_short_changes_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1, 0, 5)
+    before = saved(tmp_path)
+
+    def die_half_way(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", die_half_way)
+        with pytest.raises(KeyboardInterrupt):
+            save(tmp_path, 1, 0, 10)
+    assert saved(tmp_path) == before
+    assert len(list(tmp_path.iterdir())) == 2
+    save(tmp_path, 1, 1, 10)
+    assert {path.name for path in tmp_path.iterdir()} == {"run-1-iteration-1-step-10.pt", *before}
+
+
+def test_random_numbers_depend_on_seed_step_and_rank_alone() -> None:
+    def numbers(*parts: int) -> tuple[float, ...]:
+        train_lm.seed_everything(*parts)
+        return tuple(torch.rand(3).tolist())
+
+    state = torch.get_rng_state()
+    try:
+        assert numbers(0, 1, 2) == numbers(0, 1, 2)
+        assert (
+            len({numbers(0, 1, 2), numbers(0, 2, 1), numbers(1, 1, 2), numbers(0, 12), numbers(0, 1, 3)}) == 5
+        )
+    finally:
+        torch.set_rng_state(state)
+
+
+launcher = load("launcher")
+
+
+@pytest.mark.nightly("a paused host never comes back in tests/process/wrapper/test_rejoin.py always")
+def test_a_rank_that_was_stopped_past_every_timeout_writes_no_checkpoint_any_more(tmp_path: Path) -> None:
+    """Rank 0 is stopped while it saves, and so is its monitor, which would end it: as on a paused host."""
+    folder, stop, lines = tmp_path / "checkpoints", tmp_path / "stop", []
+    command = [sys.executable, EXAMPLES / "train_lm.py", "--active", 2, "--checkpoint-dir", folder]
+    command += ["--steps", 10**9, "--stop-file", stop, "--checkpoint-every", 10]
+    command += ["--soft-timeout", 2, "--hard-timeout", 4, "--heartbeat-timeout", 3]
+    command += ["--faults", "sigstop:rank=0:step=19:where=atomic"]
+    with launcher.Launcher([str(part) for part in command], 3, {}, lines.append) as job:
+        pids = [job.start(rank) for rank in range(3)]
+        exitcodes: dict[int, int] = {}
+
+        def wait_for(text: str) -> None:
+            while not any(text in line for line in lines):
+                assert not exitcodes, lines
+                exitcodes.update((ended.rank, ended.exitcode) for ended in job.wait(60))
+
+        # By the rank's own hand, in the midst of saving step 20.
+        assert os.waitid(os.P_PID, pids[0], os.WSTOPPED | os.WEXITED | os.WNOWAIT).si_code == os.CLD_STOPPED
+        (monitor,) = psutil.Process(pids[0]).children()
+        monitor.suspend()
+        wait_for("step   40")  # which only those who went on without it can have reached
+        before = train_lm.written(folder, "pt")
+        assert max(before.values())[1] > 0
+
+        os.kill(pids[0], signal.SIGCONT)
+        wait_for("(slot 0) leaves the job")
+        monitor.resume()
+        while 0 in job.running:
+            exitcodes.update((ended.rank, ended.exitcode) for ended in job.wait(60))
+        assert exitcodes.pop(0) != 0
+        stop.touch()
+        while job.running:
+            exitcodes.update((ended.rank, ended.exitcode) for ended in job.wait(60))
+    output = "\n".join(lines)
+    assert exitcodes == {1: 0, 2: 0}, output
+    # It went on in the midst of saving, and did not write.
+    assert "leaves the job: SystemExit: (run, iteration) (1, 0) is over" in output, output
+    assert not [p for p, numbers in train_lm.written(folder, "pt").items() if numbers[1] == 0], output
+    assert not train_lm.written(folder, "tmp"), output
+    assert len(FINAL.findall(output)) == 1, output
+
+
+# stateful_loader.py --------------------------------------------------------------------------------------
+
+SEEN = re.compile(r"^rank \d epoch \d step \d+ rows .*$", re.MULTILINE)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("torchdata") is None, reason="torchdata is not installed: pip install torchdata"
+)
+def test_loaders_go_on_where_they_were_in_the_second_epoch(tmp_path: Path) -> None:
+    clean, faulty = (
+        run(*FTRUN, "--nproc-per-node", 2, EXAMPLES / "stateful_loader.py", tmp_path / name, *options)
+        for name, options in (("clean", ["--clean"]), ("faulty", []))
+    )
+    assert (clean.returncode, faulty.returncode) == (0, 0), clean.stdout + faulty.stdout
+    assert "restart 1: rank 1" in faulty.stdout and "restart" not in clean.stdout
+    # From the checkpoint of step 12 on, in the middle of the second of three epochs of eight steps.
+    all_rows, rows = SEEN.findall(clean.stdout), SEEN.findall(faulty.stdout)
+    assert len(all_rows) == 2 * 24 and len(rows) == 2 * 12
+    assert set(rows) == {row for row in all_rows if int(row.split()[5]) > 12}
+    weights = [re.findall("final weights sha256 ([0-9a-f]{64})", one.stdout) for one in (clean, faulty)]
+    assert weights[0] == weights[1] and len(weights[0]) == 1
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchdata") is not None, reason="torchdata is installed")
+def test_without_torchdata_the_example_says_what_to_install(tmp_path: Path) -> None:
+    done = run(sys.executable, EXAMPLES / "stateful_loader.py", tmp_path)
+    assert done.returncode == 1
+    assert "pip install torchdata" in done.stdout
+
+
+# live_ddp.py, live_hsdp.py -----------------------------------------------------------------------------
+
+WITH_FAULTS = f"""
+import sys
+sys.path.insert(0, {str(EXAMPLES)!r})
+import {{name}} as example
+from ft_wrapper.testing.inject_fault import Injector
+
+injector, batch = Injector.from_env({{fired!r}}), example.batch
+
+def faulty_batch(step):
+    injector.check("step", rank=example.dist.get_rank(), step=step)
+    return batch(step)
+
+example.batch = faulty_batch
+loss = example.train(15)
+if loss is not None:
+    print(f"loss {{{{loss!r}}}}")
+"""
+
+
+LIVE = {"live_ddp": (4, "--active-world-size", 3), "live_hsdp": (6,)}
+
+
+@pytest.mark.parametrize(
+    ("name", "faults"),
+    [
+        ("live_ddp", "exception:rank=1:step=4,sigkill:rank=0:step=8"),
+        ("live_hsdp", "exception:rank=2:step=4,sigkill:rank=0:step=8,sigkill:rank=3:step=9"),
+    ],
+    ids=list(LIVE),
+)
+def test_examples_of_live_state_lose_no_step(name: str, faults: str, tmp_path: Path) -> None:
+    said = []
+    for number, specs in enumerate(("", faults)):
+        path, script = tmp_path / f"events{number}", tmp_path / f"{name}_with_faults.py"
+        script.write_text(WITH_FAULTS.format(name=name, fired=str(tmp_path / f"fired{number}")))
+        command = (*FTRUN, "--nproc-per-node", *LIVE[name], "--max-rank-restarts", 0, script)
+        done = run(*command, **{ENV: specs, events.ENV: str(path)})
+        assert done.returncode == 0, done.stdout
+        records = events.load(str(path))
+        assert committed.done_again(records) == (15, 0)
+        assert len([r for r in records if r["event"] == "inject"]) == len(parse_faults(specs))
+        said.append(sorted(re.findall(r"loss [\d.]+", done.stdout)))
+    assert said[0] == said[1] != []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "live_ddp",
+        pytest.param(
+            "live_hsdp", marks=pytest.mark.nightly("its function is run above, and live_ddp always")
+        ),
+    ],
+)
+def test_examples_of_live_state_run_as_they_say(name: str) -> None:
+    options = LIVE[name]
+    text = (EXAMPLES / f"{name}.py").read_text()
+    assert f"ftrun --nproc-per-node {' '.join(map(str, options))} examples/{name}.py" in text
+    done = run(*FTRUN, "--nproc-per-node", *options, EXAMPLES / f"{name}.py")
+    assert done.returncode == 0, done.stdout
+    assert len(re.findall(r"^loss \d\.\d{6}$", done.stdout, re.MULTILINE)) == 1, done.stdout
+
+
+# minimal.py --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [FTRUN, pytest.param(TORCHRUN, marks=pytest.mark.nightly("ftrun runs always"))],
+    ids=["ftrun", "torchrun"],
+)
+def test_minimal_survives_its_fault(launcher: tuple[str, ...]) -> None:
+    result = run(*launcher, "--nproc-per-node", 2, EXAMPLES / "minimal.py")
+    assert result.returncode == 0, result.stdout
+    assert result.stdout.count("the last sum is 18.0") == 2
+    assert "something broke" in result.stdout
+    assert "restart 1" in result.stdout
+
+
+# demo.py -----------------------------------------------------------------------------------------------
+
+demo = load("demo")
+
+
+def a_run(**changes: object) -> object:
+    fields = {"exitcode": 0, "sha256": "a", "loss": "1", "output": ["said this\n"], "events": []}
+    return demo.Run(**{**fields, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"sha256": "b", "loss": "2"}, "the weights differ: loss 2 with faults, 1 without"),
+        ({"sha256": None}, "did not reach its end"),
+        ({"exitcode": 1}, "the run ended with exit code 1"),
+        ({"events": [{"event": "inject"}]}, "1 of 0 faults happened"),
+    ],
+)
+def test_the_demo_fails_when_something_is_wrong(
+    changes: dict[str, object], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    demo.check(a_run(), a_run(), ())
+    with pytest.raises(SystemExit, match=complaint):
+        demo.check(a_run(**changes), a_run(), ())
+    assert "said this" in capsys.readouterr().out
+
+
+def test_the_demo_says_who_took_over() -> None:
+    def event(name: str, at: float, **fields: object) -> dict[str, object]:
+        return {"event": name, "monotonic": at, "iteration": 0, "pid": fields.get("slot", 0), **fields}
+
+    kill = event("inject", 10.0, kind="sigkill", rank=0, slot=0, step=5)
+    records = [
+        *(event("enter", 1.0, rank=rank, slot=rank) for rank in range(3)),
+        kill,
+        event("end", 10.002),
+        event("end", 10.001),
+        *(event("enter", 10.01 + rank, iteration=1, rank=rank, slot=rank + 1) for rank in range(3)),
+        *(event("first_step", 12.5 + rank / 4, iteration=1, rank=rank, slot=rank + 1) for rank in range(3)),
+    ]
+    assert demo.describe(kill, a_run(events=records)) == (
+        "SIGKILL, rank 0, step 5",
+        "1.0 ms",
+        "2.01 s",
+        "3.00 s",
+        "slot 1 is rank 0, spare slot 3 is rank 2",
+    )
+    again = event("rank_started", 10.0, rank=3, slot=3, incarnation=1, child=3)
+    back = a_run(events=[*records, again])
+    assert demo.describe(kill, back)[4] == "slot 1 is rank 0, returned slot 3 is rank 2"
+    hang = event("inject", 20.0, kind="sleep", rank=2, slot=3, step=9, iteration=1)
+    assert demo.describe(hang, a_run(events=records))[4] == "no one"
+    records += [event("end", 23.0, iteration=1)]
+    records += [event("enter", 23.1, iteration=2, rank=rank, slot=rank + 1) for rank in range(3)]
+    same = "no one: the same process"
+    assert demo.describe(hang, a_run(events=records))[1:] == ("3.00 s", "3.10 s", "-", same)
+    replaced = [record | ({"pid": 99} if record["monotonic"] == 23.1 else {}) for record in records]
+    assert demo.describe(hang, a_run(events=replaced))[4] == "slot 3 is rank 2"
+
+
+def test_the_demo_says_what_became_of_a_process_that_was_started_again() -> None:
+    started = {"slot": 1, "pid": 7, "monotonic": 10.0}
+    over = "nothing: it came when the training was over"
+    assert demo.describe_return(started, []) == ("slot 1, pid 7", "-", "-", over)
+    records = [
+        {"event": "join", "pid": 7, "monotonic": 12.0},
+        {"event": "join", "pid": 7, "monotonic": 13.0},
+        {"event": "decided", "pid": 7, "monotonic": 13.5},
+    ]
+    waited = "waited until the training was over"
+    assert demo.describe_return(started, records[:1]) == ("slot 1, pid 7", "2.00 s", "-", waited)
+    row = ("slot 1, pid 7", "2.00 s", "3.50 s")
+    assert demo.describe_return(started, records) == (*row, "is a spare")
+    records.append({"event": "enter", "pid": 7, "monotonic": 13.6, "rank": 2})
+    assert demo.describe_return(started, records) == (*row, "is rank 2")
+
+
+def test_the_demo_fails_when_live_state_does_a_step_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = [
+        {"event": "step", "iteration": 0, "step": 0, "began": 0.0},
+        {"event": "left", "iteration": 0, "step": demo.STEPS, "began": 9.0, "committed": demo.STEPS},
+    ]
+    monkeypatch.setattr(demo, "train", lambda *_: a_run(events=records))
+    demo.train_live(tmp_path, (), a_run())
+    records.append({"event": "done", "iteration": 1, "step": 7, "began": 9.5, "committed": 8})
+    with pytest.raises(SystemExit, match="none done again"):
+        demo.train_live(tmp_path, (), a_run())
+
+
+@pytest.mark.parametrize("arguments", [("--runs", "0", "--seed", "1"), ("--runs", "2")])
+def test_the_demo_refuses_what_makes_no_sense(arguments: tuple[str, ...]) -> None:
+    result = run(sys.executable, EXAMPLES / "demo.py", *arguments)
+    assert result.returncode == 2
+    assert f"--runs {arguments[1]}" in result.stdout
+
+
+@pytest.mark.nightly("an ftrun is stopped by signals in tests/process/agent/test_the_end.py always")
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_demo_that_is_stopped_leaves_nothing_behind(signum: signal.Signals, tmp_path: Path) -> None:
+    """No folder; and no process, which the check after every test sees."""
+    process = subprocess.Popen(
+        [sys.executable, EXAMPLES / "demo.py"],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("  step"):
+                process.send_signal(signum)
+                break
+        process.stdout.read()
+    assert process.returncode == 128 + signum
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(("ft-wrapper", "ftrun"))]
+
+
+# kill_and_rejoin.py ------------------------------------------------------------------------------------
+
+kill_and_rejoin = load("kill_and_rejoin", SOAK)
+
+
+@pytest.mark.parametrize(
+    "live",
+    [(), pytest.param(("--live",), marks=pytest.mark.nightly("live state goes through faults above"))],
+    ids=["plain", "live"],
+)
+@pytest.mark.nightly("training with faults, and live state, run always")
+def test_ranks_that_are_killed_and_come_back_lose_nothing(live: tuple[str, ...]) -> None:
+    """Short: `make soak` does it for ten minutes. This seed kills slot 0, then slot 2, the only spare."""
+    options = ["--ranks", 3, "--active", 2, "--minutes", 0.12, "--every", 2.4, "--seed", 50, "--verbose"]
+    result = run(sys.executable, SOAK / "kill_and_rejoin.py", *options, *live)
+    assert result.returncode == 0, result.stdout
+    assert "the same weights, bit for bit" in result.stdout
+    assert "slot 0 joined" in result.stdout
+    assert re.search(r"^2 processes were started again, 0 of them", result.stdout, re.MULTILINE), (
+        result.stdout
+    )
+    assert ("0 of them done again" in result.stdout) == bool(live)
+
+
+def test_a_number_that_is_used_twice_is_found() -> None:
+    def enter(iteration: int, rank: int, slot: int, pid: int) -> dict[str, int]:
+        return {"iteration": iteration, "rank": rank, "slot": slot, "pid": pid}
+
+    good = [enter(0, 0, 0, 10), enter(0, 1, 1, 11), enter(2, 0, 1, 11), enter(2, 1, 0, 12)]
+    assert kill_and_rejoin.used_twice(good) == []
+    assert kill_and_rejoin.used_twice([*good, enter(2, 1, 2, 13)]) == ["rank 1 entered iteration 2 2 times"]
+    assert kill_and_rejoin.used_twice([*good, enter(2, 2, 0, 13)]) == ["slot 0 entered iteration 2 2 times"]
+    assert kill_and_rejoin.used_twice([*good, enter(1, 0, 0, 12)]) == ["process 12 entered 1 after 2"]
+
+
+def test_what_grows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Store:
+        def __init__(self, *_: object) -> None:
+            self.keys = 0
+
+        def num_keys(self) -> int:
+            self.keys += 1
+            return self.keys
+
+        def close(self) -> None:
+            pass
+
+    class Job:
+        port, running = 0, {}
+
+    class Training:
+        launcher = Job()
+
+    monkeypatch.setattr(kill_and_rejoin, "TCPStore", Store)
+    clock = types.SimpleNamespace(monotonic=iter(range(1000)).__next__)
+    monkeypatch.setattr(kill_and_rejoin, "time", clock)
+    samples = kill_and_rejoin.Samples(Training(), 0)
+    for _ in range(9):
+        samples.take()
+    assert samples.growth()[1] == []
+    monkeypatch.setattr(kill_and_rejoin, "MORE_KEYS", 4)
+    rows, grown = samples.growth()
+    assert rows[0] == ["store: keys", "2", "8", "9"]
+    assert grown == ["store: keys grew from 2 to 8"]
+
+
+# kill_nodes.py -----------------------------------------------------------------------------------------
+
+sys.modules["kill_and_rejoin"] = kill_and_rejoin
+kill_nodes = load("kill_nodes", SOAK)
+del sys.modules["kill_and_rejoin"]
+
+
+@pytest.mark.nightly(
+    "nodes are lost in tests/process/agent/test_nodes.py, and kill_and_rejoin.py is run always"
+)
+def test_a_node_that_is_lost_and_comes_back_loses_nothing() -> None:
+    """Short: `make soak-nodes` does it for ten minutes. This seed kills slot 0, then the other node."""
+    options = ["--minutes", 0.2, "--every", 2.5, "--seed", 619]
+    result = run(sys.executable, SOAK / "kill_nodes.py", *options)
+    assert result.returncode == 0, result.stdout
+    assert "the same weights, bit for bit" in result.stdout
+    assert "node lost, " in result.stdout
+    assert "node 1 is started again" in result.stdout
+
+
+def test_a_node_is_lost_with_all_that_it_has_started() -> None:
+    """Also with those whose parents have died meanwhile."""
+    command = [sys.executable, "-c", "import subprocess as s; s.run('sleep 1000 & exit', shell=True)", ""]
+    with open(os.devnull, "wb") as output:
+        node = kill_nodes.Node("1", command, output.fileno(), {})
+        node.start()
+        assert node.process is not None
+        node.process.wait()
+        (orphan,) = node.processes()
+        assert orphan.pid != node.process.pid
+        assert node.lose(wholly=True) == []
+        assert not orphan.is_running()
+
+
+def test_the_faults_in_the_function_depend_on_the_seed_alone() -> None:
+    specs = kill_nodes.faults(3, 1.0, 3)
+    assert specs == kill_nodes.faults(3, 1.0, 3) != kill_nodes.faults(4, 1.0, 3)
+    assert len({spec.iteration for spec in parse_faults(specs)}) == 60 // kill_nodes.FAULT_EVERY
+
+
+def test_metrics_that_make_no_sense_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("prometheus_client")
+    scrapes = load("scrapes", SOAK)
+    said: list[str | Exception] = []
+
+    def read(port: int) -> str:
+        text = said.pop(0)
+        if isinstance(text, Exception):
+            raise text
+        return text
+
+    monkeypatch.setattr(scrapes, "read", read)
+    found = scrapes.Scrapes()
+
+    def take(text: str | Exception, agent: int = 1, **how: bool) -> int:
+        """Returns how many more things are wrong."""
+        before = len(found.wrong)
+        said.append(text)
+        found.take(agent, 9464, **how)
+        return len(found.wrong) - before
+
+    def restarts(died: int, hung: int) -> str:
+        lines = ["# TYPE ft_wrapper_restarts_total counter", f"ft_wrapper_ranks {died - hung}"]
+        lines += [f'ft_wrapper_restarts_total{{cause="terminated"}} {died}']
+        lines += [f'ft_wrapper_restarts_total{{cause="soft_timeout"}} {hung}']
+        return "\n".join(lines) + "\n"
+
+    assert take(restarts(3, 1)) == 0
+    assert take(restarts(3, 4)) == 0, "a gauge may go down"
+    assert take(restarts(1, 0), agent=2) == 0, "another agent begins at 0"
+    assert (found.count, found.restarts()) == (3, 7 + 1)
+    assert take(restarts(2, 4)) == 1
+    assert take("# TYPE ft_wrapper_ranks gauge\n") == 2, "both are gone"
+    assert take("ft_wrapper_ranks{ 1\n") == 1
+    assert take(ConnectionRefusedError(), is_starting=True) == 0
+    assert take(ConnectionRefusedError()) == 1
+
+
+# ddp_before.py, ddp_after.py ---------------------------------------------------------------------------
+
+
+# A gloo thread that drops its last work while Python ends cannot take the GIL any more, and torch aborts. A
+# script without the wrapper ends so now and then on a busy machine, under torchrun as under ftrun.
+TORCH_ABORTS = "terminate called without an active exception"
+
+
+@pytest.mark.whole_ends
+def test_both_scripts_of_the_readme_end_with_the_same_loss(tmp_path: Path) -> None:
+    said = []
+    for launcher, name in ((TORCHRUN, "before"), (FTRUN, "before"), (FTRUN, "after")):
+        for attempt in range(1 if name == "after" else 10):
+            folder = tmp_path / f"{len(said)}.{attempt}"
+            folder.mkdir()
+            done = run(*launcher, "--nproc-per-node", 2, EXAMPLES / f"ddp_{name}.py", folder)
+            if TORCH_ABORTS not in done.stdout:
+                break
+        assert done.returncode == 0, done.stdout
+        said += re.findall(r"^loss \d\.\d{6}$", done.stdout, re.MULTILINE)
+        assert (folder / "checkpoint.pt").exists()
+    assert len(said) == 3 and len(set(said)) == 1
+
+
+FAILS_AFTER_THE_LAST_STEP = """
+import os, runpy, sys
+from ft_wrapper import LiveState
+
+flag = sys.argv[2]
+
+def die():
+    try:
+        os.close(os.open(flag, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return
+    os._exit(1)
+
+def replace(source, target, replace=os.replace):
+    replace(source, target)
+    saves.append(target)
+    if len(saves) == 5:
+        die()
+
+def steps(self, total, steps=LiveState.steps):
+    yield from steps(self, total)
+    die()
+
+saves = []
+if "ddp_after" in sys.argv[1]:
+    os.replace = replace
+LiveState.steps = steps
+sys.argv = sys.argv[1:2] + sys.argv[3:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.whole_ends
+@pytest.mark.parametrize(("example", "ranks"), [("ddp_after", 2), ("live_ddp", 2), ("live_hsdp", 4)])
+def test_a_training_that_loses_a_rank_after_its_last_step_ends_well(
+    tmp_path: Path, example: str, ranks: int
+) -> None:
+    script = tmp_path / "fails_once.py"
+    script.write_text(FAILS_AFTER_THE_LAST_STEP)
+    flag = tmp_path / "failed"
+    losses = []
+    for folder in ("with", "without"):  # the second time the flag is there
+        (tmp_path / folder).mkdir()
+        path = EXAMPLES / f"{example}.py"
+        done = run(*FTRUN, "--nproc-per-node", ranks, script, path, flag, tmp_path / folder)
+        assert done.returncode == 0 and flag.exists(), done.stdout
+        losses += re.findall(r"^loss \d\.\d{6}$", done.stdout, re.MULTILINE)
+        assert ("restart 1" in done.stdout) == (folder == "with"), done.stdout
+    assert len(losses) == 2 and len(set(losses)) == 1
+
+
+@pytest.mark.whole_ends
+def test_the_readmes_script_runs_again_in_its_folder(tmp_path: Path) -> None:
+    runs = [run(*FTRUN, "--nproc-per-node", 2, EXAMPLES / "ddp_after.py", tmp_path) for _ in range(2)]
+    assert [done.returncode for done in runs] == [0, 0], runs[1].stdout
+    assert len({re.findall(r"^loss .*$", done.stdout, re.MULTILINE)[0] for done in runs}) == 1
