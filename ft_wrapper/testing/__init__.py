@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING, Any
 
 from .blocking import BlockingGroup, OnAbort, blocking_backend
-from .clock import Clock, Task
+from .clock import Clock
 from .fake_store import FakeStore
-from .scheduler import Deadlock, Scheduler, SchedulerError, TooLong
+from .scheduler import Deadlock, Scheduler, SchedulerError, Task, TooLong
 
 if TYPE_CHECKING:
     from .etcd_server import EtcdServer

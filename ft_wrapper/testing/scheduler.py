@@ -13,14 +13,19 @@ Time is virtual: it passes when no one can run, and then it jumps to the earlies
 The code that runs so must not wait on anything but the store and `Scheduler.sleep`.
 """
 
+import bisect
 import contextlib
 import dataclasses
+import datetime
+import heapq
 import math
+import operator
 import random
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from .clock import Clock, Killed, Step, Task, Turns, Waiter, describe, show
+from .. import _renamed
+from .clock import Clock, Waiter
 
 try:
     import greenlet
@@ -30,6 +35,8 @@ except ImportError:  # said when a scheduler is made: the rest of this package n
 _TRACE_LINES = 200
 _LATE_ONES = 4
 _TRIES = 4
+_ROOT = "ft_wrapper/1/"
+_LONGEST = 100
 
 
 class SchedulerError(AssertionError):
@@ -52,7 +59,124 @@ class Stop(BaseException):
     """Ends a run early without an error: raised by a policy that has seen enough."""
 
 
-class Policy(Protocol):
+@dataclasses.dataclass(eq=False, slots=True)
+class Step:
+    """One step of a task, or something that happened to one.
+
+    Args:
+        time: virtual seconds since the start.
+        task: name of the task; empty for what happens to no task.
+        what: the store operation, or what happened.
+        args: the operation's arguments.
+        result: what the operation returned; None until it has.
+    """
+
+    time: float
+    task: str
+    what: str
+    args: Sequence[Any] = ()
+    result: Any = None
+
+
+class Killed(BaseException):
+    """Ends a crashed task. Never raised where anything it does could still be seen by others."""
+
+
+@dataclasses.dataclass(eq=False)
+class Task:
+    """One simulated process. Made by `Scheduler.spawn`.
+
+    Args:
+        name: shown in the trace.
+        daemon: whether a run ends without waiting for it.
+        number: how many were spawned before it.
+        steps: steps taken so far: store operations and sleeps.
+        upcoming: operation and arguments of the step that it is about to take, if it has come to one.
+        ready: whether it can run.
+        done: whether it has returned, failed or crashed.
+        crashed: whether it was killed.
+        result: what its function returned.
+        delay: virtual seconds that each of its steps takes.
+    """
+
+    name: str
+    daemon: bool
+    number: int
+    steps: int = 0
+    upcoming: tuple[str, Sequence[Any]] | None = None
+    ready: bool = True
+    done: bool = False
+    crashed: bool = False
+    result: Any = None
+    delay: float = 0.0
+    _greenlet: Any = None
+    _waiter: Waiter | None = None
+    _deadline: float = math.inf
+    _paused_until: float = 0.0
+    _plan: dict[int, list[Callable[[], None]]] = dataclasses.field(default_factory=dict)
+    _step: Step | None = None
+
+    def wakes_at(self, now: float) -> float:
+        """The time from which it can run, as things stand."""
+        ready = now if self._waiter is None or self._waiter.woken else self._deadline
+        return max(ready, self._paused_until)
+
+    def is_paused(self, now: float) -> bool:
+        """Whether it stands still at a time, or has not gone on since."""
+        return self._paused_until > now
+
+
+class Turns:
+    """Whose turn it may be: the tasks that can run, in the order of spawning, and when others wake.
+
+    Attributes:
+        ready: those that can run.
+        required: how many are left that are no daemons.
+    """
+
+    def __init__(self) -> None:
+        self.ready: list[Task] = []
+        self.required = 0
+        self._wakes: list[tuple[float, int, Task]] = []
+
+    def add(self, task: Task) -> None:
+        """A task can run."""
+        task.ready = True
+        bisect.insort(self.ready, task, key=operator.attrgetter("number"))
+
+    def wait(self, task: Task, now: float) -> None:
+        """A task has to wait."""
+        self._remove(task)
+        time = task.wakes_at(now)
+        if time < math.inf:
+            heapq.heappush(self._wakes, (time, task.number, task))
+
+    def end(self, task: Task) -> None:
+        """A task has ended."""
+        if not task.done:
+            task.done = True
+            self.required -= not task.daemon
+            self._remove(task)
+
+    def _remove(self, task: Task) -> None:
+        if task.ready:
+            task.ready = False
+            self.ready.remove(task)
+
+    def next_time(self) -> float | None:
+        """When somebody may wake; None if no one will."""
+        return self._wakes[0][0] if self._wakes else None
+
+    def wake(self, time: float) -> None:
+        """Those can run that wake at a time."""
+        while self._wakes and self._wakes[0][0] <= time:
+            task = heapq.heappop(self._wakes)[2]
+            # Those that were woken or paused meanwhile have another entry, or none.
+            if not task.ready and not task.done and task.wakes_at(time) <= time:
+                self.add(task)
+
+
+class TurnPolicy(Protocol):
     """Decides who goes on. Called where there is more than one possibility."""
 
     def choose(self, tasks: Sequence[Task], current: Task | None) -> int:
@@ -100,7 +224,7 @@ class ReplayPolicy:
         after: what goes on when they are used up.
     """
 
-    def __init__(self, choices: Sequence[int], after: Policy) -> None:
+    def __init__(self, choices: Sequence[int], after: TurnPolicy) -> None:
         self._choices = iter(choices)
         self._after = after
 
@@ -146,7 +270,7 @@ class Scheduler(Clock):
         seed: int = 0,
         choices: Sequence[int] = (),
         *,
-        policy: Policy | None = None,
+        policy: TurnPolicy | None = None,
         max_steps: int = 50_000,
         max_time: float = 3600.0,
     ) -> None:
@@ -282,8 +406,11 @@ class Scheduler(Clock):
             del self.trace_steps[told:]  # that the rest is cleared away is no part of what happened
 
     def trace(self, last: int | None = None) -> str:
-        """Who did what, one line a step; the last so many lines."""
-        return show(self.trace_steps if last is None else self.trace_steps[-last:])
+        """When, who, what, and what came of it, one line a step; the last so many lines."""
+        return "\n".join(
+            f"{step.time:10.3f}  {step.task:<12} {describe(step.what, step.args)}{_result(step)}".rstrip()
+            for step in (self.trace_steps if last is None else self.trace_steps[-last:])
+        )
 
     # What tasks call ---------------------------------------------------------------------------------------
 
@@ -425,3 +552,47 @@ class Scheduler(Clock):
             f"{what}\n{self.trace(_TRACE_LINES)}\n{what}\n"
             f"replay: Scheduler(seed={self.seed}), or Scheduler(choices={self.choices})"
         )
+
+
+# For people ------------------------------------------------------------------------------------------------
+
+
+def describe(what: str, args: Sequence[Any]) -> str:
+    """An operation with its arguments, without the common part of all keys."""
+    if what == "compare_set" and len(args) == 3 and args[1] == args[2]:
+        return f"read {_short(args[0])}"  # how a TCPStore reads in one step
+    return " ".join([what, *map(_short, args)]).rstrip()
+
+
+def shorter(operation: str) -> str:
+    """A described operation without the records that it writes."""
+    return operation.partition(" {")[0]
+
+
+def _result(step: Step) -> str:
+    if step.result is None:
+        return ""
+    result = _short(step.result)
+    # Of an absent key a read by compare_set returns what was expected.
+    is_read = step.what == "compare_set" and step.args[1] == step.args[2]
+    return " -> nothing" if is_read and result == _short(step.args[1]) else f" -> {result}"
+
+
+def _short(value: Any) -> str:
+    text = _text(value).strip().replace("\n", "; ").replace(_ROOT, "") or "''"
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bytes):
+        return value.decode(errors="replace")
+    if isinstance(value, datetime.timedelta):
+        return f"{value.total_seconds():g} s"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_text, value))
+    return repr(value)
+
+
+__getattr__ = _renamed.of_module(__name__, globals(), {"Policy": "TurnPolicy"})

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 
 from ft_wrapper.agent.process import die_with
 from ft_wrapper.rank_assignment import RankAssignment
-from ft_wrapper.testing.scheduler import Policy, RandomPolicy, SchedulerError
+from ft_wrapper.testing.scheduler import RandomPolicy, SchedulerError, TurnPolicy
 
 from .failure import Failure, Shrinker, attempt
 from .scenario import Scenario, StoreFactory
@@ -76,7 +76,7 @@ class Explorer:
     rank_assignment: Callable[[], RankAssignment] | None = None
     scenario: Callable[[int], Scenario] = Scenario.random
 
-    def simulation(self, scenario: Scenario, policy: Policy) -> Simulation:
+    def simulation(self, scenario: Scenario, policy: TurnPolicy) -> Simulation:
         """One job."""
         return Simulation(scenario, policy=policy, stores=self.stores, rank_assignment=self.rank_assignment)
 

@@ -6,14 +6,21 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-from ft_wrapper.testing.clock import Step, Task, describe, shorter
-from ft_wrapper.testing.scheduler import Policy, RandomPolicy, SchedulerError
+from ft_wrapper.testing.scheduler import (
+    RandomPolicy,
+    SchedulerError,
+    Step,
+    Task,
+    TurnPolicy,
+    describe,
+    shorter,
+)
 
 from .scenario import Scenario
 from .simulation import Simulation
 
 #: Makes a simulation of a scenario, in which a policy decides who goes on.
-Make = Callable[[Scenario, Policy], Simulation]
+Make = Callable[[Scenario, TurnPolicy], Simulation]
 
 
 # Where a run departs from the simplest one ------------------------------------------------------------------
@@ -70,7 +77,7 @@ class RecordingPolicy:
         trace: the steps that were taken so far.
     """
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: TurnPolicy) -> None:
         self.switches: list[Switch] = []
         self.places: list[int] = []
         self.trace: Sequence[Step] = ()
@@ -150,7 +157,7 @@ def kind_of(what: str) -> str:
     return re.sub(r"'[^']*'|\[[^]]*\]|[^\s,;()]*\d[^\s,;()]*", "#", what)
 
 
-def attempt(make: Make, scenario: Scenario, policy: Policy) -> Failure | None:
+def attempt(make: Make, scenario: Scenario, policy: TurnPolicy) -> Failure | None:
     """One run; None if it goes well."""
     recording = RecordingPolicy(policy)
     simulation = make(scenario, recording)
@@ -226,7 +233,9 @@ class Shrinker:
         return self.failure
 
     def _simplify(
-        self, simpler: Callable[[Scenario], Iterator[Scenario]], orders: Callable[[], Iterator[Policy]]
+        self,
+        simpler: Callable[[Scenario], Iterator[Scenario]],
+        orders: Callable[[], Iterator[TurnPolicy]],
     ) -> None:
         """Takes simpler scenarios for as long as one of the orders goes wrong."""
         while any(
@@ -234,16 +243,16 @@ class Shrinker:
         ):
             pass
 
-    def _same_order(self) -> Iterator[Policy]:
+    def _same_order(self) -> Iterator[TurnPolicy]:
         yield SwitchPolicy(())
         if self.failure.switches:
             yield SwitchPolicy(self.failure.switches)
 
-    def _any_order(self) -> Iterator[Policy]:
+    def _any_order(self) -> Iterator[TurnPolicy]:
         yield from self._same_order()
         yield from map(RandomPolicy, range(SEEDS))
 
-    def _try(self, scenario: Scenario, policy: Policy, below: float = math.inf) -> bool:
+    def _try(self, scenario: Scenario, policy: TurnPolicy, below: float = math.inf) -> bool:
         """Whether a run goes wrong in the same way, with fewer switches than ``below``. It is kept then."""
         if self.runs >= self.most_runs:
             return False

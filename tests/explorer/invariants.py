@@ -24,7 +24,7 @@ from ft_wrapper.protocol import Agreement, keys
 from ft_wrapper.protocol.operations import read, read_log
 from ft_wrapper.protocol.records import DONE, FAULT, RETURNS, Decision, Head, Member, View, arrivals_in
 from ft_wrapper.state import State
-from ft_wrapper.testing.clock import Step
+from ft_wrapper.testing.scheduler import Step
 
 from .history import LONGEST_LOOK, History, Violation, names
 from .progress import Progress

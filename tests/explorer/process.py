@@ -21,7 +21,7 @@ from ft_wrapper.restart.report import waiting_line
 from ft_wrapper.settings import AllLimits
 from ft_wrapper.state import Mode, State
 from ft_wrapper.store import PrefixStore
-from ft_wrapper.testing.clock import Task
+from ft_wrapper.testing.scheduler import Task
 
 from .history import Facts
 from .scenario import process_name

@@ -19,9 +19,16 @@ from ft_wrapper.rank_assignment import RankAssignment
 from ft_wrapper.restart.loop import RestartLoop
 from ft_wrapper.state import State
 from ft_wrapper.store import StoreMixin
-from ft_wrapper.testing.clock import Task, describe, shorter
 from ft_wrapper.testing.fake_store import FakeStore
-from ft_wrapper.testing.scheduler import Deadlock, Policy, Scheduler, TooLong
+from ft_wrapper.testing.scheduler import (
+    Deadlock,
+    Scheduler,
+    Task,
+    TooLong,
+    TurnPolicy,
+    describe,
+    shorter,
+)
 
 from .history import HARMLESS
 from .invariants import Invariants
@@ -75,7 +82,7 @@ class Simulation:
         seed: int = 0,
         choices: Sequence[int] = (),
         *,
-        policy: Policy | None = None,
+        policy: TurnPolicy | None = None,
         stores: StoreFactory | None = None,
         rank_assignment: Callable[[], RankAssignment] | None = None,
     ) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ft_wrapper.protocol import keys
 from ft_wrapper.protocol.seal import Seal
-from ft_wrapper.testing.scheduler import Policy, Scheduler
+from ft_wrapper.testing.scheduler import Scheduler, TurnPolicy
 
 from .scenario import Scenario, simulated_stores
 from .simulation import Simulation
@@ -48,7 +48,7 @@ class WithStranger(Simulation):
 
     schedulers = _Patient
 
-    def __init__(self, scenario: Scenario, seed: int = 0, *, policy: Policy | None = None) -> None:
+    def __init__(self, scenario: Scenario, seed: int = 0, *, policy: TurnPolicy | None = None) -> None:
         super().__init__(scenario, seed, policy=policy, stores=sealed_stores)
         self.written = 0
         self._draw = random.Random(seed)

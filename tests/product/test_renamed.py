@@ -6,6 +6,7 @@ import pytest
 
 from ft_wrapper import Limits, RestartReport, Wrapper, events, exception
 from ft_wrapper.restart import report as reports
+from ft_wrapper.testing import scheduler
 
 REPORT = RestartReport(
     iteration=1,
@@ -27,6 +28,7 @@ REPORT = RestartReport(
         (exception, "Excluded", "RankExcluded"),
         (events, "read", "load"),
         (reports, "TookOver", "Promotion"),
+        (scheduler, "Policy", "TurnPolicy"),
         (REPORT, "lost", "lost_slots"),
         (REPORT, "joined", "joined_slots"),
         (REPORT, "took_over", "promoted"),

@@ -8,8 +8,8 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from ft_wrapper.rendezvous.backends import Backend
 from ft_wrapper.store import StoreMixin
-from ft_wrapper.testing.clock import Clock, Waiter
 from ft_wrapper.testing.fake_store import FakeStore
+from ft_wrapper.testing.scheduler import Clock, Waiter
 
 
 class RealClock(Clock):

@@ -8,7 +8,7 @@ import functools
 import time
 from collections.abc import Callable, Generator
 
-from ft_wrapper.testing.scheduler import Policy, ReplayPolicy, SchedulerError
+from ft_wrapper.testing.scheduler import ReplayPolicy, SchedulerError, TurnPolicy
 from tests.explorer.explore import Explorer, share, without_logging
 from tests.explorer.failure import Failure, SwitchPolicy, attempt
 from tests.explorer.process import SimulatedProcess
@@ -144,7 +144,7 @@ def _place_of_crash(event: Event) -> str | None:
     return None if event.task is None else f"{event.name} {event.task.steps}"
 
 
-def _crash_and_start(explorer: Explorer, slot: int, scenario: Scenario, policy: Policy) -> Simulation:
+def _crash_and_start(explorer: Explorer, slot: int, scenario: Scenario, policy: TurnPolicy) -> Simulation:
     """A job in which a process may crash, and another one may be started for a slot."""
     simulation = SearchedSimulation(
         scenario, policy=policy, stores=explorer.stores, rank_assignment=explorer.rank_assignment

@@ -28,8 +28,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from ft_wrapper.store import StoreMixin
-from ft_wrapper.testing.clock import Step, Task
-from ft_wrapper.testing.scheduler import Policy, Stop
+from ft_wrapper.testing.scheduler import Step, Stop, Task, TurnPolicy
 from tests.explorer.failure import run_on
 
 from .seen import Seen, SeenHere
@@ -176,7 +175,7 @@ class Search:
 
     def __init__(
         self,
-        make: Callable[[Policy], Searched],
+        make: Callable[[TurnPolicy], Searched],
         departures: int,
         split_at: Callable[[Event], str | None] | None = None,
         *,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ft_wrapper.testing import FakeStore, Scheduler
-from ft_wrapper.testing.clock import Step, Task
+from ft_wrapper.testing.scheduler import Step, Task
 
 # Read as sets: no one tells the order of their entries.
 _LOG = re.compile(r"ft_wrapper/1/(?:(?:arrived|dead|join|finished|faults)/|goodbyes)")

@@ -13,7 +13,7 @@ import pytest
 from torch.distributed import DistStoreError
 
 from ft_wrapper.testing import FakeStore, Scheduler
-from ft_wrapper.testing.scheduler import Policy
+from ft_wrapper.testing.scheduler import TurnPolicy
 from tests.explorer.explore import Explorer
 from tests.explorer.scenario import Connect, Scenario
 from tests.explorer.stores import SimulatedStore
@@ -86,7 +86,7 @@ class Program:
         mortal: how many of the tasks may crash, one of them.
     """
 
-    def __init__(self, policy: Policy, lines: Sequence[Line], later: Line = (), mortal: int = 0) -> None:
+    def __init__(self, policy: TurnPolicy, lines: Sequence[Line], later: Line = (), mortal: int = 0) -> None:
         self.scheduler = StateScheduler(policy=policy)
         self.learned: dict[str, list[Any]] = {}
         self._store = FakeStore(self.scheduler)
@@ -145,11 +145,11 @@ class Program:
         scheduler.add_event(f"crash of {task.name}", crash, lambda: not self._crashed and not task.done, task)
 
 
-def outcomes(make: Callable[[Policy], Program], departures: int, *, reduced: bool = True) -> set[str]:
+def outcomes(make: Callable[[TurnPolicy], Program], departures: int, *, reduced: bool = True) -> set[str]:
     """What a search finds."""
     found: set[str] = set()
 
-    def noted(policy: Policy) -> Any:
+    def noted(policy: TurnPolicy) -> Any:
         program = make(policy)
         program.scheduler.at_end(lambda: found.add(program.outcome()))
         return program
@@ -159,7 +159,7 @@ def outcomes(make: Callable[[Policy], Program], departures: int, *, reduced: boo
 
 
 def test_departures_are_counted() -> None:
-    def both(policy: Policy) -> Program:
+    def both(policy: TurnPolicy) -> Program:
         return Program(policy, [[("append", "k", task), ("append", "k", task)] for task in "ab"])
 
     def logs(departures: int) -> set[str]:
@@ -229,7 +229,7 @@ def test_whatever_is_left_out_comes_to_the_same_as_something_else(
         mortal = seed % 3 if events else 0
 
         def make(
-            policy: Policy, lines: list[Line] = lines, later: Line = later, mortal: int = mortal
+            policy: TurnPolicy, lines: list[Line] = lines, later: Line = later, mortal: int = mortal
         ) -> Program:
             return Program(policy, lines, later, mortal)
 

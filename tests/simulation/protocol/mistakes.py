@@ -22,7 +22,7 @@ from ft_wrapper.protocol.records import DONE, FAULT, Decision, Fault, Head, Memb
 from ft_wrapper.protocol.silence import HeartbeatObserver, Heartbeats
 from ft_wrapper.settings import AllLimits
 from ft_wrapper.testing import Scheduler
-from ft_wrapper.testing.scheduler import Policy
+from ft_wrapper.testing.scheduler import TurnPolicy
 from tests.explorer.scenario import Connect, Disturbance, Scenario
 from tests.explorer.simulation import MAX_TIME, Simulation
 from tests.explorer.stores import SimulatedStore
@@ -68,7 +68,7 @@ class Mistake:
     simulation: type[MistakenSimulation] = MistakenSimulation
     patches: Patches = contextlib.nullcontext
 
-    def make(self, scenario: Scenario, policy: Policy) -> Simulation:
+    def make(self, scenario: Scenario, policy: TurnPolicy) -> Simulation:
         """A simulation with the mistake in it."""
         attributes: dict[str, Any] = {"patches": staticmethod(self.patches)}
         if issubclass(self.mistaken, SimulatedStore):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from ft_wrapper.protocol import keys
-from ft_wrapper.testing.clock import Step
+from ft_wrapper.testing.scheduler import Step
 from tests.explorer.scenario import Disturbance, Scenario
 from tests.explorer.simulation import Simulation
 

@@ -14,8 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[3]))  # it is run as a program, too
 
-from ft_wrapper.testing.clock import describe
-from ft_wrapper.testing.scheduler import RandomPolicy
+from ft_wrapper.testing.scheduler import RandomPolicy, describe
 from tests.explorer.explore import Explorer, without_logging
 
 DATA = Path(__file__).with_name("traces.json")

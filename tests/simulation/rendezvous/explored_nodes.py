@@ -32,7 +32,7 @@ from ft_wrapper.rendezvous.register import Board, RecordRegister
 from ft_wrapper.rendezvous.settings import RendezvousSettings
 from ft_wrapper.store import StoreMixin
 from ft_wrapper.testing import Task
-from ft_wrapper.testing.scheduler import Policy
+from ft_wrapper.testing.scheduler import TurnPolicy
 from tests.explorer.stores import SimulatedStore
 
 QUIET = 50.0
@@ -251,7 +251,7 @@ class ExploredJob:
         policy: who goes on.
     """
 
-    def __init__(self, what: Job, policy: Policy) -> None:
+    def __init__(self, what: Job, policy: TurnPolicy) -> None:
         self.what = what
         self.scheduler = StateScheduler(policy=policy, max_steps=2_000, max_time=2 * END)
         self.settings = RendezvousSettings(
