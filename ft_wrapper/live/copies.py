@@ -77,9 +77,9 @@ class Copies:
         self._packed = {key: one for key, one in self._packed.items() if wanted(one.copy)}
 
 
-def pack(copy: Copy, flat: Flat) -> Packed:
-    """Copies an exported state into host memory."""
-    return Packed(copy, Flat(flat.skeleton, [tensor.to("cpu", copy=True) for tensor in flat.tensors]))
+def in_host_memory(flat: Flat) -> Flat:
+    """Copies an exported state."""
+    return Flat(flat.skeleton, [tensor.to("cpu", copy=True) for tensor in flat.tensors])
 
 
 def offsets(nodes: Sequence[str], buddies: int) -> list[int]:

@@ -5,7 +5,6 @@ import functools
 import itertools
 import logging
 import time
-import warnings
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .._renamed import take_argument
 from .._text import duration, plural
 from ..exception import JobAbort
 from ..settings import as_int, as_limit, check_callable
@@ -91,11 +91,7 @@ class LiveState:
             self._seed_by = functools.partial(_seed_by, self._seed)
             self._verify_every = as_limit("verify_every", verify_every, at_least=1)
             self._buddies = as_int("buddies", buddies, at_least=0)
-            if every is not None:
-                warnings.warn("LiveState: every= is copy_every= now", DeprecationWarning, stacklevel=2)
-                if copy_every is not None:
-                    raise TypeError(f"leave out every={every!r}, the old name of copy_every={copy_every!r}")
-                copy_every = every
+            copy_every = take_argument("LiveState", "every", every, "copy_every", copy_every)
             self._copy_every = copy_every = as_limit("copy_every", copy_every, at_least=1) or 50
             self._form = form = _form(build, mesh)
         _check_group(call_wrapper)
@@ -108,10 +104,9 @@ class LiveState:
         if self._kept.iteration == self._iteration:
             raise JobAbort(f"name={name!r}: there is a LiveState of this name already; use another one")
         self._kept.iteration = self._iteration
-        users = Users(restore, default_update if update is None else update, self._seed_by)
         settings = {"seed": seed, "buddies": buddies, "copy_every": copy_every, "verify_every": verify_every}
-        performer = TorchPerformer(services, name, self._kept, form, users, settings)
-        self._performer = performer
+        users = Users(restore, default_update if update is None else update, self._seed_by, settings)
+        self._performer = performer = TorchPerformer(services, name, self._kept, form, users)
         self._course = Course(self._kept, performer, self._iteration)
         self._open: int | None = None  # the step that was begun
         self._has_default_update = update is None
@@ -128,9 +123,9 @@ class LiveState:
         Raises:
             KeyError: it returned none of this name.
         """
-        if name not in self._objects:
-            raise KeyError(f"{name!r}: build() returned {', '.join(map(repr, self._objects))}")
-        return self._objects[name]
+        if name not in self._kept.objects:
+            raise KeyError(f"{name!r}: build() returned {', '.join(map(repr, self._kept.objects))}")
+        return self._kept.objects[name]
 
     def data_parallel(self, name: str = "model", **options: Any) -> DistributedDataParallel:
         """A module of the state in ``DistributedDataParallel``, over the default process group.
@@ -153,11 +148,6 @@ class LiveState:
             kind = f"{type(module).__name__}{' in shards' * self._form.is_sharded}"
             raise TypeError(f"data_parallel({name!r}) takes a module of a state without mesh=, not {kind}")
         return self._kept.data_parallel.over(name, module, options, self._services.group.group)
-
-    @property
-    def _objects(self) -> Objects:
-        objects: Objects = self._kept.objects
-        return objects
 
     @property
     def step(self) -> int:
@@ -205,8 +195,8 @@ class LiveState:
         return self._loop("batches()", as_limit("steps", steps, at_least=0), loader)
 
     def _loop(self, what: str, total: int | None, loader: Iterable[Any] | None) -> Iterator[tuple[int, Any]]:
-        self._kept.buffers.put_back(self._objects)  # a warm-up pass since the recovery is no step
-        self._marks.set(self._form.parameters(self._objects))
+        self._kept.buffers.put_back(self._kept.objects)  # a warm-up pass since the recovery is no step
+        self._marks.set(self._form.parameters(self._kept.objects))
         data: Generator[Any, None, None] = (None for _ in itertools.count())
         if loader is not None:
             data = endless(loader, self._seed, self.step, dist.get_rank(), dist.get_world_size())
@@ -245,16 +235,16 @@ class LiveState:
             self._performer.send_copy()
         if self._verify_every and self.step % self._verify_every == 0:
             self._course.compare()
-        self._marks.set(self._form.parameters(self._objects))
+        self._marks.set(self._form.parameters(self._kept.objects))
 
     def _check_commit(self) -> None:
         self._services.check_iteration(self._iteration, "commit() of a LiveState")
         if self._open is None:
             raise JobAbort("commit() belongs into a step of `for step in live.steps(n)`, once in each")
-        parameters = self._form.parameters(self._objects)
-        if wrong := self._marks.changed(parameters) or checks.strangers(self._objects, parameters):
+        parameters = self._form.parameters(self._kept.objects)
+        if wrong := self._marks.changed(parameters) or checks.strangers(self._kept.objects, parameters):
             raise JobAbort(f"step {self._open}: {wrong}")
-        steps = [optimizer for _, optimizer in optimizers(self._objects)]
+        steps = [optimizer for _, optimizer in optimizers(self._kept.objects)]
         if self._has_default_update and steps and not any(map(has_gradient, steps)):
             raise JobAbort(f"step {self._open}: no parameter of any optimizer has a gradient in commit()")
 
@@ -288,9 +278,7 @@ def _check_group(call_wrapper: CallWrapper) -> None:
 
 
 def _form(build: Callable[[], Objects], mesh: Any) -> Form:
-    if mesh is None:
-        return Form(build)
-    return Sharded(build, mesh)
+    return Form(build) if mesh is None else Sharded(build, mesh)
 
 
 def _report(plan: Plan, seconds: float) -> None:

@@ -22,7 +22,7 @@ from ..store.address import own_address
 from . import checks
 from .buffers import Buffers
 from .commit import Kept, Performer
-from .copies import Buddies, Copies, own_node, pack
+from .copies import Buddies, Copies, Packed, in_host_memory, own_node
 from .plan import Copy, Holding, Plan, Register, Route, Rung, holding_of
 from .state import Form, Objects, has_gradient, optimizers, parts
 from .tree import Flat, checksum, named
@@ -63,11 +63,13 @@ class Users:
         restore: loads a checkpoint and returns its step; None: there are none.
         update: turns gradients into the next state.
         seed: makes random numbers depend on its arguments; does nothing without a seed.
+        settings: what must be the same on all ranks, by argument.
     """
 
     restore: Callable[[Objects], int] | None
     update: Callable[..., object]
     seed: Callable[..., None]
+    settings: dict[str, Any]
 
 
 def default_update(objects: Objects, *_arguments: object, **_keywords: object) -> None:
@@ -105,28 +107,18 @@ class TorchPerformer(Performer):
         kept: what the process keeps of it.
         form: how it is built and taken apart.
         users: what the user has passed.
-        settings: what must be the same on all ranks, by argument.
     """
 
-    def __init__(
-        self,
-        services: Services,
-        name: str,
-        kept: TorchKept,
-        form: Form,
-        users: Users,
-        settings: dict[str, Any],
-    ) -> None:
+    def __init__(self, services: Services, name: str, kept: TorchKept, form: Form, users: Users) -> None:
         self.rank = dist.get_rank()
         self._services = services
         self._key = keys.live(name)
         self._kept = kept
         self._form = form
         self._users = users
-        self._settings = settings
         self._group = _host_group()
         self._host = own_address(os.environ["MASTER_ADDR"])
-        self._seal = seal = services.store.seal
+        seal = services.store.seal
         about = f"live {services.iteration} {name}"
         self._sign = unsigned if seal is None else lambda what, said: seal.sign(f"{about} {what}", said)
         self._gather = Gather(self._sign, self._group)
@@ -211,7 +203,7 @@ class TorchPerformer(Performer):
 
     def gather(self, mine: Holding) -> tuple[list[Holding], Register]:
         """See `Performer`."""
-        outline = checks.outline_of_arguments(self._users.update, self._settings) + self._kept.built
+        outline = checks.outline_of_arguments(self._users.update, self._users.settings) + self._kept.built
         register = self._read_register() if self.rank == 0 else Register()
         about = own_node(), self._ballot.address, checks.digest_of(outline)
         own = dataclasses.asdict(mine), dataclasses.astuple(register), *about
@@ -254,7 +246,7 @@ class TorchPerformer(Performer):
             received = self._move(routes, functools.partial(copies.flat, shard, plan.step))
             flat = received if shard == own else flat
         if flat is None:  # the copy stays what it is, whatever the next update does
-            flat = pack(Copy(own, plan.step, frozenset()), copies.flat(own, plan.step)).flat
+            flat = in_host_memory(copies.flat(own, plan.step))
         return flat
 
     def _move(self, routes: tuple[Route, ...], source: Callable[[], Flat]) -> Flat | None:
@@ -348,7 +340,7 @@ class TorchPerformer(Performer):
         held = self._kept.held
         if self._buddies is not None and held is not None:
             copy = Copy(held.shard, held.step, frozenset({held.origin}))
-            self._buddies.send(pack(copy, self._form.export(self._kept.objects)))
+            self._buddies.send(Packed(copy, in_host_memory(self._form.export(self._kept.objects))))
 
     def _read_register(self) -> Register:
         with self.atomic():

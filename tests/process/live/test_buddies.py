@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from ft_wrapper.live.copies import Buddies, Copies, pack
+from ft_wrapper.live.copies import Buddies, Copies, Packed, in_host_memory
 from ft_wrapper.live.plan import Copy
 from ft_wrapper.live.tree import flatten
 from ft_wrapper.live.wire import Sign, Stream, carry
@@ -40,7 +40,7 @@ def opened(
 def send(one: Buddies, rank: int, step: int) -> None:
     """Sends a copy that says whose it is."""
     state = {"weight": torch.full((1000,), rank, dtype=torch.uint8), "step": step, "empty": torch.zeros(0)}
-    one.send(pack(Copy(f"shard {rank}", step, frozenset()), flatten(state)))
+    one.send(Packed(Copy(f"shard {rank}", step, frozenset()), in_host_memory(flatten(state))))
 
 
 @pytest.mark.parametrize(("size", "count"), [(2, 1), (3, 2), (5, 2)])

@@ -157,7 +157,7 @@ def trains(rank: Rank, kind: str, folder: str, faults: dict[str, str]) -> Any:
             if fault == "raise":
                 raise ValueError(f"in step {step}")
             live.commit()
-        return [digest([each.state_dict() for each in live._objects.values()]), live.step]
+        return [digest([each.state_dict() for each in live._kept.objects.values()]), live.step]
 
     try:
         return train()
