@@ -1,6 +1,122 @@
-"""Which signals a process uses."""
+"""The signals of a process: which have handlers; how those of other code are kept in check.
 
+Libraries install handlers that raise: torch's SIGCHLD handler does when a DataLoader worker was killed. In
+the function such an exception is a fault like any other. In the wrapper's own code, half-way through an
+exchange with the other ranks, it would throw this rank out of the job.
+
+So while the function is not running, each Python handler is wrapped: it runs as before, but an ``Exception``
+that it raises is put aside. Any other ``BaseException``, such as ``KeyboardInterrupt``, passes. Before the
+function is entered, the handlers are unwrapped. Only the main thread runs handlers, so in a call made by
+another thread nothing is wrapped.
+
+A function that was cut short may leave handlers behind. A handler that calls its predecessor (a framework's,
+for SIGTERM) would nest one deeper at each restart. So each restart, and the call's end, restores the handlers
+that were there before the call. SIGCHLD's handler stays: torch installs it once in a process, with its first
+loader.
+"""
+
+import logging
 import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+Handler = Callable[[int, FrameType | None], object]
+
+_SIGNALS = tuple(int(signum) for signum in signal.valid_signals())
+_NAMES = {int(one): one.name for one in signal.Signals}
+# What `signal` wraps. Its enums would take 60 times as long at each restart.
+_getsignal: Callable[[int], object] = signal._signal.getsignal  # type: ignore[attr-defined]
+_setsignal: Callable[[int, Any], object] = signal._signal.signal  # type: ignore[attr-defined]
+
+
+class _KeptHandler:
+    """A wrapped handler: keeps what the real one raises."""
+
+    def __init__(self, handler: Handler, kept: list[Exception]) -> None:
+        self.handler = handler
+        self._kept = kept
+
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
+        try:
+            self.handler(signum, frame)
+        except Exception as error:
+            self._kept.append(error)
+
+
+class KeptHandlers:
+    """Wraps and unwraps the handlers; all methods belong to the thread that runs the function."""
+
+    def __init__(self) -> None:
+        self._kept: list[Exception] = []
+        self._holds = False
+        self._before: dict[int, Any] = {}
+        self._are_told = False
+
+    def note(self) -> None:
+        """Notes the handlers before the function's first entry, for `put_back`."""
+        if threading.current_thread() is threading.main_thread():
+            self._before = {signum: _getsignal(signum) for signum in _SIGNALS if signum != signal.SIGCHLD}
+
+    def put_back(self) -> None:
+        """Restores the noted handlers where the function has left others."""
+        changed = []
+        for signum, before in self._before.items():
+            now = _getsignal(signum)
+            now = now.handler if isinstance(now, _KeptHandler) else now
+            # None: a C library's handler, which Python cannot install.
+            if now != before and now is not None and before is not None:
+                _setsignal(signum, before)
+                changed.append(_NAMES.get(signum, str(signum)))
+        if changed and self._holds:
+            self._holds = False
+            self.hold()
+        if changed and not self._are_told:
+            self._are_told = True
+            logger.info("the function left signal handlers behind (%s): put back", ", ".join(changed))
+
+    def hold(self) -> None:
+        """Wraps all Python handlers. A second call is harmless, and completes a call that was cut short."""
+        if self._holds or threading.current_thread() is not threading.main_thread():
+            return
+        for signum in _SIGNALS:
+            handler = _getsignal(signum)
+            if callable(handler) and not isinstance(handler, _KeptHandler):
+                _setsignal(signum, _KeptHandler(handler, self._kept))
+        self._holds = True
+
+    def release(self) -> None:
+        """Unwraps the handlers, except those that other code has replaced meanwhile."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._holds = False
+        for signum in _SIGNALS:
+            handler = _getsignal(signum)
+            if isinstance(handler, _KeptHandler):
+                _setsignal(signum, handler.handler)
+
+    def forget(self) -> None:
+        """Logs what the handlers raised, once it is too late to raise it."""
+        while self._kept:
+            error = self._kept.pop(0)
+            logger.warning("a signal handler raised %r outside of the function: ignored", error)
+
+    def raise_kept(self) -> None:
+        """Raises the first kept exception, if there is one, and forgets the others.
+
+        Raises:
+            Exception: what a handler has raised.
+        """
+        if self._kept:
+            error = self._kept.pop(0)
+            self.forget()
+            raise error
+
+
+# Which are in use -------------------------------------------------------------------------------------------
 
 
 def free_signal() -> int:

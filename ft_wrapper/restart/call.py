@@ -27,7 +27,7 @@ from ..state import Mode, State
 from ..store import PrefixStore, StorePlan
 from ..torch_groups import caches, device, meeting, release, warm_up
 from ..torch_groups.collective import current_collective
-from . import forked, same_faults, torch_state
+from . import exit_watch, same_faults, torch_state
 from .loop import FunctionResult, RestartedProcess, RestartLoop
 from .on_restart import Reporter, RestartTimes
 from .resources import Resources
@@ -228,7 +228,7 @@ class Call(RestartedProcess):
     def _body(self) -> Any:
         """The part that can be interrupted."""
         try:
-            with forked.children_end():
+            with exit_watch.children_end():
                 return self._initialize_and_run()
         except BaseException as error:
             if failure := checkpoint_failure(error):

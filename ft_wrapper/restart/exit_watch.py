@@ -1,4 +1,4 @@
-"""The end of a process whose function was interrupted.
+"""How a process ends that runs the wrapped function: a rank, or a child that the function forks.
 
 Python waits at its end for every thread that is no daemon, and for child processes. A thread of an executor
 that was interrupted in its shutdown, or that hangs in a call for ranks that are no more, keeps the process
@@ -6,12 +6,16 @@ from ever exiting; one that uploads a checkpoint needs its time. So what an inte
 running is named, and the agent sees since when the process waits: see `Ranks.waits_at_end`.
 """
 
+import contextlib
 import functools
 import logging
 import multiprocessing.process
+import os
+import sys
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 
 from ..monitor.frames import describe_thread
 from ..monitor.shared_memory import RankMemory
@@ -69,3 +73,43 @@ def _describe(one: Running) -> str:
     if isinstance(one, threading.Thread):
         return f"thread {one.name} {describe_thread(one.ident or 0) or ''}".strip()
     return f"process {one.name} ({one.pid})"
+
+
+# Forked children --------------------------------------------------------------------------------------------
+#
+# Processes that the wrapped function makes by ``os.fork``: none of them is the rank.
+#
+# A child has copies of the rank's sockets, and stands in the wrapper's frames, too. If it left them it would
+# say goodbye, publish its error, or return, all in the rank's name.
+
+
+@contextlib.contextmanager
+def children_end() -> Iterator[None]:
+    """In a child that leaves the block, by whatever way, ends the process.
+
+    With the exit code, and with the traceback, that Python's own end would have, but without ``atexit``: what
+    is registered there is the rank's, as for a child that ``multiprocessing`` forks.
+    """
+    rank, error = os.getpid(), None
+    try:
+        yield
+    except BaseException as raised:
+        error = raised
+        raise
+    finally:
+        if os.getpid() != rank:
+            _end(error)
+        del error  # its frames refer to this one
+
+
+def _end(error: BaseException | None) -> None:
+    code: object = None if error is None else error.code if isinstance(error, SystemExit) else 1
+    try:
+        if error is not None and not isinstance(error, SystemExit):
+            sys.excepthook(type(error), error, error.__traceback__)
+        if not isinstance(code, int | None):
+            print(code, file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code & 0xFF if isinstance(code, int) else int(code is not None))

@@ -22,8 +22,8 @@ from ..environment import formation_size
 from ..exception import RankExcluded, StoreError
 from ..log_lines import note_slot
 from ..monitor import beside, frames, identity, interrupt, shared_memory, threads
-from ..monitor.kept_handlers import KeptHandlers
 from ..monitor.line import MonitorLine, ask_agent
+from ..monitor.signals import KeptHandlers
 from ..protocol import Agreement
 from ..protocol.membership import Membership
 from ..protocol.records import FAULT, Member, View

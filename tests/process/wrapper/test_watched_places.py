@@ -33,7 +33,7 @@ REPLACED = {
     "aborted sockets": "ft_wrapper.restart.call.close_aborted_sockets",
     "the cache of the device": "torch.cuda.empty_cache",
     "the device": "ft_wrapper.torch_groups.device.take_device",
-    "the user's signals": "ft_wrapper.monitor.kept_handlers.KeptHandlers.put_back",
+    "the user's signals": "ft_wrapper.monitor.signals.KeptHandlers.put_back",
 }
 PLUG_INS = ("initialize", "health_check", "abort", "finalize", "rank_assignment", "completion", "terminate")
 PLACES = (*PLUG_INS, "on_restart", "a destructor", "a destructor before the call", *REPLACED)
