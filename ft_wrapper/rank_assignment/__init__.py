@@ -22,8 +22,7 @@ from ..exception import RankDiscarded as RankDiscarded
 from ..settings import as_int, as_limit, as_timeout, check_callable
 from ..state import Mode, State
 from ..store import StoreMixin
-from . import replicas
-from .places import Arrival, RankPlace, arrange, check_key, key_of
+from .places import Arrival, RankPlace, arrange, check_key, fill_holes, key_of, ranks_in_replicas
 from .places import Layer as Layer
 from .places import LayerFlag as LayerFlag
 
@@ -186,9 +185,9 @@ class ReplicaGroups(RankAssignment):
     def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
         """Moves this rank, if it has to, and makes it active or a spare; see `RankAssignment`."""
         rank, before = _surviving_rank(ctx), ctx.state.world_size
-        places = replicas.fill_holes(self.size, before, _active_so_far(ctx.state), ctx.terminated_ranks)
+        places = fill_holes(self.size, before, _active_so_far(ctx.state), ctx.terminated_ranks)
         ctx = _move(ctx, places[rank])
-        return _activate_below(ctx, replicas.ranks_in_replicas(self.size, ctx.state.world_size))
+        return _activate_below(ctx, ranks_in_replicas(self.size, ctx.state.world_size))
 
 
 class FilterCountGroupedByKey(RankAssignment):

@@ -14,7 +14,7 @@ from plugin_job import Job
 from ft_wrapper.compose import Compose
 from ft_wrapper.exception import InternalError, RankDiscarded
 from ft_wrapper.rank_assignment import MaxActiveWorldSize, RankAssignment, RankAssignmentCtx, ReplicaGroups
-from ft_wrapper.rank_assignment.replicas import fill_holes, ranks_in_replicas
+from ft_wrapper.rank_assignment.places import fill_holes, ranks_in_replicas
 from ft_wrapper.state import State
 from ft_wrapper.testing import FakeStore
 
