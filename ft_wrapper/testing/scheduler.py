@@ -235,12 +235,6 @@ class ReplayPolicy:
         return choice % len(tasks)
 
 
-@dataclasses.dataclass
-class _Checks:
-    each_step: list[Callable[[], None]] = dataclasses.field(default_factory=list)
-    at_end: list[Callable[[], None]] = dataclasses.field(default_factory=list)
-
-
 class Scheduler(Clock):
     """Runs tasks in an order chosen from a seed, in virtual time.
 
@@ -290,7 +284,8 @@ class Scheduler(Clock):
         if choices:
             self._policy = ReplayPolicy(choices, self._policy)
         self._bounds = max_steps, max_time
-        self._checks = _Checks()
+        self._after_each_step: list[Callable[[], None]] = []
+        self._at_end: list[Callable[[], None]] = []
         self._turns = Turns()
         self._hub: Any = None
 
@@ -365,11 +360,11 @@ class Scheduler(Clock):
 
         Its own operations on the store are no steps, and meet no faults.
         """
-        self._checks.each_step.append(check)
+        self._after_each_step.append(check)
 
     def at_end(self, check: Callable[[], None]) -> None:
         """Calls a check once the run is over, before daemons are killed."""
-        self._checks.at_end.append(check)
+        self._at_end.append(check)
 
     # Running -----------------------------------------------------------------------------------------------
 
@@ -388,7 +383,7 @@ class Scheduler(Clock):
             while (chosen := self._next()) is not None:
                 chosen._greenlet.switch()  # returns when a task has ended
             self.current = None
-            for check in self._checks.at_end:
+            for check in self._at_end:
                 check()
         except Stop:
             pass
@@ -504,10 +499,10 @@ class Scheduler(Clock):
             self._pass_time()
 
     def _check(self) -> None:
-        if self._checks.each_step:
+        if self._after_each_step:
             self.aside = True
             try:
-                for check in self._checks.each_step:
+                for check in self._after_each_step:
                     check()
             finally:
                 self.aside = False
