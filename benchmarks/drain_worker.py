@@ -14,7 +14,7 @@ from ft_wrapper import CallWrapper, LiveState, Wrapper, events
 SLOT = int(os.environ["RANK"])  # which the wrapper changes
 
 
-@Wrapper(use_global_iteration=True, active_world_size=2)
+@Wrapper(rejoin=True, active_world_size=2)
 def train(call_wrapper: CallWrapper = None) -> None:
     """Each rank adds its own gradients."""
     dist.init_process_group("gloo")

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch._C._distributed_c10d import TCPStore
 from torch.nn.parallel import DistributedDataParallel
 
-from ft_wrapper import CallWrapper, Wrapper
+from ft_wrapper import CallWrapper, Limits, Wrapper
 
 WIDTH = 64
 
@@ -89,7 +89,7 @@ def main() -> None:
     trainer = Trainer(count, log, int(victim), float(pause))
     warm_up: Any = (lambda: count.set("warm", "")) if how == "warm" else False
 
-    @Wrapper(active_world_size=3, warm_up=warm_up)
+    @Wrapper(active_world_size=3, limits=Limits(warm_up=warm_up))
     def call(call_wrapper: CallWrapper = None) -> None:  # type: ignore[assignment]
         trainer.train(call_wrapper.iteration, call_wrapper.ping)
 

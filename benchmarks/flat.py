@@ -151,7 +151,7 @@ def rank_main(name: str, restarts: int, collects: bool) -> None:
     """Runs one rank; prints its looks as JSON."""
     import torch
 
-    from ft_wrapper import Wrapper
+    from ft_wrapper import Limits, Wrapper
 
     torch.set_num_threads(1)
     flat = Flat(restarts, Path(os.environ[FOLDER_ENV]))
@@ -159,7 +159,9 @@ def rank_main(name: str, restarts: int, collects: bool) -> None:
     work = getattr(module, name.replace("-", "_"))
 
     # The same fault, two hundred times, is what is asked for.
-    @Wrapper(max_same_faults=None, collect_garbage=collects, **getattr(module, "SETTINGS", {}))
+    limits = Limits(max_same_faults=None, collect_garbage=collects)
+
+    @Wrapper(limits=limits, **getattr(module, "SETTINGS", {}))
     def train(call_wrapper: CallWrapper) -> None:
         flat.enter(call_wrapper)
         work(flat, call_wrapper)
@@ -261,7 +263,7 @@ def main() -> int:
     )
     for name, kind in KINDS.items():
         parser.add_argument(f"--{name}", type=int, help=f"restarts ({kind.restarts}, if no kind is chosen)")
-    parser.add_argument("--no-collect-garbage", action="store_true", help="Wrapper(collect_garbage=False)")
+    parser.add_argument("--no-collect-garbage", action="store_true", help="Limits(collect_garbage=False)")
     parser.add_argument("--rank", nargs=2, metavar=("KIND", "RESTARTS"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     collects = not options.no_collect_garbage

@@ -185,7 +185,7 @@ def wrapper_settings(task: Task, inprocess: Any) -> dict[str, Any]:
     if not task.own_group_store:
         return {
             **settings,
-            "use_global_iteration": True,
+            "rejoin": True,
             "active_world_size": task.ranks,
             "min_world_size": task.ranks,
         }

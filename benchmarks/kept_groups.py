@@ -4,9 +4,9 @@
     python benchmarks/kept_groups.py --quick    # one job of each kind
 
 Three ranks train with live state, a fourth one is a spare, as in ``lost_work.py``: exceptions and a SIGKILL,
-and the time from the fault to the first new step. Jobs alternate between
-``Wrapper(keep_groups=True)`` with ``live.data_parallel``, and a group and a DDP object made in each
-iteration. DDP has ``find_unused_parameters=True`` in both. Figures are medians.
+and the time from the fault to the first new step. Jobs alternate between ``Limits(keep_groups=True)`` with
+``live.data_parallel``, and a group and a DDP object made in each iteration. DDP has
+``find_unused_parameters=True`` in both. Figures are medians.
 """
 
 from __future__ import annotations

@@ -435,7 +435,7 @@ def main() -> None:
     else:
         settings["active_world_size"] = task.active
         if task.keep:
-            settings["keep_groups"] = True
+            settings["limits"] = inprocess.Limits(keep_groups=True)
 
     @inprocess.Wrapper(**settings)  # type: ignore[untyped-decorator]
     def call(call_wrapper: inprocess.CallWrapper = None) -> None:  # type: ignore[name-defined]

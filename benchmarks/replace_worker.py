@@ -54,7 +54,7 @@ def main() -> None:
         train(count, log, int(os.environ["TORCHELASTIC_RESTART_COUNT"]), lambda: None)
         return
 
-    @Wrapper(use_global_iteration=True)
+    @Wrapper(rejoin=True)
     def call(call_wrapper: CallWrapper = None) -> None:  # type: ignore[assignment]
         train(count, log, call_wrapper.iteration, call_wrapper.ping)
 

@@ -341,7 +341,7 @@ class Ranks:
             heartbeat_timeout=plan.timeout,
             barrier_timeout=PATIENCE,
             completion_timeout=PATIENCE,
-            use_global_iteration=True,
+            rejoin=True,
             max_same_faults=None,
         )
         stand_in = Threading(self.loop)

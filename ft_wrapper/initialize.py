@@ -19,7 +19,7 @@ class RetryController(Initialize):
 
     Args:
         max_iterations: how many iterations may be entered; None: no limit. Compared with ``state.iteration``,
-            which with ``use_global_iteration`` also counts the iterations of earlier calls.
+            which with ``rejoin`` also counts the iterations of earlier calls.
         min_world_size: the fewest ranks, hot spares included, to go on with.
         min_active_world_size: the fewest active ranks to go on with.
 

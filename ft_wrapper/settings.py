@@ -12,7 +12,7 @@ import functools
 import operator
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast, dataclass_transform
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, dataclass_transform
 
 #: Seconds that any wait may last: Python's and the kernel's waits raise an error for much more.
 LONGEST = 2**31 - 1
@@ -98,6 +98,11 @@ def as_switch(name: str, value: object) -> bool:
     return value
 
 
+def as_choice(name: str, value: object) -> bool | None:
+    """The same, where None leaves it to the wrapper."""
+    return None if value is None else as_switch(name, value)
+
+
 def _as_on_join(name: str, value: object) -> OnJoin:
     known = ", ".join(repr(member.value) for member in OnJoin)
     if not isinstance(value, str):
@@ -126,10 +131,6 @@ class Setting:
     is_shared: bool = False
     is_duration: bool = False
     shorter_than: tuple[str, ...] = ()
-
-    def as_passed(self, value: object) -> object:
-        """What is kept, as users write it."""
-        return timedelta(seconds=cast(float, value)) if self.is_duration else value
 
 
 Given = TypeVar("Given")
@@ -200,7 +201,7 @@ class MainLimits(Checked):
     completion_timeout: Seconds = _duration(120.0, is_shared=True)
     last_call_wait: Seconds = _duration(0.0, from_zero=True)
     termination_grace_time: Seconds = _duration(5.0)
-    use_global_iteration: bool = argument(False, as_switch, is_shared=True)
+    rejoin: bool | None = argument(None, as_choice, is_shared=True)
     active_world_size: int | None = argument(None, _count_or_none, is_shared=True)
     min_world_size: int = argument(1, _count, is_shared=True)
 

@@ -39,6 +39,11 @@ class Mode(enum.Enum):
     """Has left the job."""
 
 
+def _is_spare(state: "State | FrozenState") -> bool:
+    """Whether the rank waits as a hot spare, and does not call the function."""
+    return state.mode is Mode.INACTIVE
+
+
 @dataclasses.dataclass
 class State:
     """A rank's state. Rank assignments change it; other plug-ins get the frozen copy.
@@ -124,6 +129,8 @@ class State:
             self.iteration = store.coordinate_global_iteration_advance(size, timeout, is_coordinator)
         self.fn_exception = None
 
+    is_spare = property(_is_spare)
+
     def sync_with_global_iteration(self, store: "GlobalIterations", timeout: timedelta | None = None) -> None:
         """Takes the number of the iteration that all ranks are in.
 
@@ -172,3 +179,5 @@ class FrozenState:
     mode: Mode = Mode.INITIALIZED
     fn_exception: Exception | None = None
     use_global_iteration: bool = False
+
+    is_spare = property(_is_spare)

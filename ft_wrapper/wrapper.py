@@ -10,7 +10,8 @@ import types
 import typing
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -31,6 +32,7 @@ from .state import FrozenState, Mode, State
 from .store import PrefixStore
 from .store.base import HoldingStore
 from .store.plan import plan_store
+from .store.secret import AGENT_ENV
 from .torch_groups.device import own_device
 
 log = logging.getLogger(__name__)
@@ -38,13 +40,14 @@ c10d: Any = torch.distributed
 
 F = TypeVar("F", bound=Callable[..., Any])
 P = ParamSpec("P")
+R = TypeVar("R")
 _PARAMETER = "call_wrapper"
 _CHECKS_PATIENCE = 1.0  # seconds for which the end of a call waits for a lookup
 
 
-def _taking(settings: Callable[P, Settings]) -> Callable[[Any], Callable[Concatenate[Any, P], None]]:
-    """Shows type checkers, editors and ``inspect.signature`` that a method takes the settings' arguments."""
-    return functools.wraps(settings.__init__, assigned=())
+def _taking(settings: Callable[P, Settings]) -> Callable[[Any], Callable[Concatenate[Any, P], "Wrapper"]]:
+    """Shows type checkers and editors that a function takes the arguments of the settings."""
+    return lambda function: function
 
 
 class CallWrapper:
@@ -54,25 +57,54 @@ class CallWrapper:
         self._call, self.services = call, call.services  # these for live states and checkpoints alone
         memory, member = call.own.memory, weakref.ref(call.own.member)  # a ping may outlive the call
         ping, step = memory.make_ping(lambda: _note_step(member(), memory), _leave)
-        self.ping: Callable[..., None] = ping
-        """Reports progress. Takes about 0.1 µs: it only writes a time stamp.
+        vars(self).update(
+            ping=ping, step=step
+        )  # in place of the methods, which would take longer to call them
+
+    def ping(self, step: int | None = None) -> None:
+        """Reports progress: ``call_wrapper.ping(step)`` when a step begins, ``ping()`` in between.
 
         From the first call in an iteration on, the function must keep calling it: if a rank does not for
         ``soft_timeout``, all ranks restart; if it does not for ``hard_timeout``, its process is terminated.
-        ``ping(n)`` or ``ping(step=n)`` also reports the step, as `step` does.
-        """
-        self.step: Callable[[int], None] = step
-        """Reports that a step begins: ``call_wrapper.step(n)``, on all active ranks.
+        Takes 0.1 to 0.2 µs: it only writes a time stamp.
 
-        With it ``ftrun report`` distinguishes repeated steps from new ones, and loading from training.
-        Numbers increase by one, from where the loaded state is. The same number twice in a row is one step; a
-        lower one says that the function has gone back. It does not reset ``soft_timeout``: ``ping`` does.
-        Takes about 0.15 µs, and writes to disk only once in an iteration, when the steps begin.
+        Args:
+            step: the number of the step that begins, on all active ranks. With it ``ftrun report``
+                distinguishes repeated steps from new ones, and loading from training. Numbers increase by
+                one, from where the loaded state is. The same number twice in a row is one step; a lower one
+                says that the function has gone back. One line is written to disk in an iteration, when the
+                steps begin.
+
+        Raises:
+            TypeError: the step is no integer of at least 0.
+            RankDrained: this rank was asked to leave.
+        """
+
+    def step(self, n: int) -> None:
+        """Reports that a step begins, as ``ping(n)`` does, but is no progress for ``soft_timeout``.
+
+        It has its name from nvidia-resiliency-ext. Use ``ping(n)``.
         """
 
     @property
+    def rank(self) -> int:
+        """This rank among the active ones, for ``init_process_group(rank=)``; -1 on a spare."""
+        active = self.state.active_rank
+        return -1 if active is None else active
+
+    @property
+    def world_size(self) -> int:
+        """The number of active ranks, for ``init_process_group(world_size=)``."""
+        return self.state.active_world_size or 0
+
+    @property
+    def is_spare(self) -> bool:
+        """Whether this rank waits as a hot spare: then it does not run the function in this iteration."""
+        return self.state.mode is Mode.INACTIVE
+
+    @property
     def iteration(self) -> int:
-        """Number of the restart iteration; with ``use_global_iteration`` unique in the store's life."""
+        """Number of the restart iteration; with ``rejoin`` unique in the store's life."""
         return self._call.state.iteration
 
     @property
@@ -111,9 +143,7 @@ class CallWrapper:
         Raises:
             TypeError: the wrapper sets this option itself, or a kept group was made with different ones.
         """
-        call, state = self._call, self.state
-        n, rank, size = call.own.member.view.n, state.active_rank, state.active_world_size
-        assert rank is not None and size is not None, "spares do not run this"
+        n, rank, size = self._call.own.member.view.n, self.rank, self.world_size
         return self.services.group.enter(backend, options, n=n, rank=rank, size=size, store=self.store)
 
     @property
@@ -157,13 +187,9 @@ class Unwrapped(CallWrapper):
     faults = ()
 
     def __init__(self) -> None:
-        self.ping = self.step = self._note
         own = State.from_env()
         own.active_rank, own.active_world_size, own.mode = own.rank, own.world_size, Mode.ACTIVE
         self._state = own.freeze()
-
-    def _note(self, step: int | None = None) -> None:
-        """Nobody hears of it."""
 
     @property
     def services(self) -> Any:  # type: ignore[override]
@@ -222,7 +248,9 @@ class Wrapper:
     enter the function again. Durations are ``timedelta`` or seconds.
 
     Args:
-        use_global_iteration: iteration numbers are unique for the whole life of the store.
+        rejoin: a process that is started again joins the running job, and iteration numbers are unique for
+            the whole life of the store. When None: True under ``ftrun``, which starts lost processes again.
+        use_global_iteration: another name of ``rejoin``, which goes before it.
         active_world_size: how many ranks are active; the rest are hot spares. Short for a rank assignment.
             When None, and without a ``rank_assignment``: what ``ftrun --active-world-size`` or
             ``--spare-nodes`` says, or fewer while there are not enough ranks.
@@ -268,31 +296,35 @@ class Wrapper:
     """
 
     @typing.overload
+    def __new__(cls, function: Callable[Concatenate[CallWrapper, P], R], /) -> Callable[P, R]: ...  # type: ignore[misc]
+    @typing.overload
     def __new__(cls, function: F, /) -> F: ...  # type: ignore[misc]
     @typing.overload
-    def __new__(cls, **settings: Any) -> "Wrapper": ...
-    def __new__(cls, *functions: Any, **settings: Any) -> Any:
+    @_taking(Settings)
+    def __new__(cls, **arguments: Any) -> "Wrapper": ...
+    def __new__(cls, *functions: Any, **arguments: Any) -> Any:
         """Makes the bare decorator ``@Wrapper`` work: with a function, wraps it with the defaults."""
         if not functions:
             return super().__new__(cls)
-        if len(functions) > 1 or settings or not callable(functions[0]):
+        if len(functions) > 1 or arguments or not callable(functions[0]):
             raise TypeError(
-                f"Wrapper takes keyword arguments only, not {functions!r}: use @Wrapper, @Wrapper(...), or "
-                "Wrapper(...)(function)"
+                f"Wrapper takes keyword arguments, not {functions!r}: use @Wrapper or @Wrapper(...)"
             )
         return cls()(functions[0])
 
-    @_taking(Settings)
-    def __init__(self, **arguments: Any) -> None:
-        for name in arguments.keys() - about(Settings).keys() - _MOVED.keys():
-            raise TypeError(f"Wrapper() got an unexpected keyword argument {name!r}")
-        settings = Settings(**_with_limits(arguments))
-        check_together(settings)
-        if not torch.distributed.is_available():
-            raise RuntimeError("torch was built without torch.distributed; install a build that has it")
-        self.settings = settings
+    __new__.__wrapped__ = Settings.__init__  # type: ignore[attr-defined]  # for `inspect.signature`
 
-    __new__.__wrapped__ = __init__  # type: ignore[attr-defined]  # for `inspect.signature`
+    if not TYPE_CHECKING:  # they read `__new__`, which the bare decorator needs
+
+        def __init__(self, **arguments):
+            for name in arguments.keys() - about(Settings).keys() - _MOVED.keys():
+                raise TypeError(f"Wrapper() got an unexpected keyword argument {name!r}")
+            self.settings = Settings(**_with_limits(arguments))
+            check_together(self.settings)
+            if not torch.distributed.is_available():
+                raise RuntimeError("torch was built without torch.distributed; install a build that has it")
+
+    settings: Settings
 
     def __getattr__(self, name: str) -> Any:
         """Each argument, by its name; durations as ``timedelta``."""
@@ -300,9 +332,14 @@ class Wrapper:
         if name not in known:
             raise AttributeError(f"'Wrapper' object has no attribute {name!r}")
         owner = self.settings.limits if name in about(Limits) else self.settings
-        return known[name].as_passed(getattr(owner, name))
+        value = getattr(owner, name)
+        return timedelta(seconds=value) if known[name].is_duration else value
 
-    def __call__(self, function: F) -> F:
+    @typing.overload
+    def __call__(self, function: Callable[Concatenate[CallWrapper, P], R]) -> Callable[P, R]: ...
+    @typing.overload
+    def __call__(self, function: F) -> F: ...
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps a function.
 
         Raises:
@@ -322,7 +359,7 @@ class Wrapper:
                 return _filled_in(function, parameter, Unwrapped(), args, kwargs)()
             state = self._check_environment()
             settings = as_launched(self.settings, is_first=state.rank == 0)
-            state.use_global_iteration = settings.use_global_iteration
+            state.use_global_iteration = bool(settings.rejoin)
             plan = plan_store(self.store_factory, self.store_kwargs, self.barrier_timeout)
             call = Call(settings, plan, state, name_of(function))
             error: BaseException | None = None
@@ -344,7 +381,7 @@ class Wrapper:
             _check_function(function, result)
             return result
 
-        return cast(F, wrapped)
+        return wrapped
 
     def _check_environment(self) -> State:
         """Everything that must hold before a call starts anything."""
@@ -367,7 +404,9 @@ class Wrapper:
 
 
 def as_launched(settings: Settings, *, is_first: bool) -> Settings:
-    """The settings of a call: ``ftrun --active-world-size`` replaces the code's, but no rank assignment.
+    """The settings of a call, completed by what the launcher says and can do.
+
+    ``ftrun --active-world-size`` replaces ``active_world_size``, but no ``rank_assignment``.
 
     Args:
         settings: as the code has them.
@@ -378,11 +417,12 @@ def as_launched(settings: Settings, *, is_first: bool) -> Settings:
         log.warning("ftrun's active world size %d does not count: the code has a rank_assignment", launched)
     elif launched is not None and is_first and active not in (None, launched):
         log.warning("active_world_size=%d does not count: ftrun says %d", active, launched)
-    if settings.rank_assignment is not None:
-        return settings
-    active = launched or active
-    assignment = default_assignment(active)
-    return dataclasses.replace(settings, active_world_size=active, rank_assignment=assignment)
+    if settings.rank_assignment is None:
+        active = launched or active
+    named = [one for one in (settings.rejoin, settings.use_global_iteration) if one is not None]
+    rejoin = named[0] if named else AGENT_ENV in os.environ
+    assignment = settings.rank_assignment or default_assignment(active)
+    return dataclasses.replace(settings, active_world_size=active, rank_assignment=assignment, rejoin=rejoin)
 
 
 def _begins_job(call: Call) -> bool:
@@ -412,10 +452,7 @@ def _quiet_watchdog() -> list[str]:
 def _check_function(function: Callable[..., Any], result: object = None) -> None:
     """Refuses what only begins when it is called; with a decorator around it, that shows in its result."""
     if inspect.isclass(function):
-        raise TypeError(
-            f"{function!r} is a class: a call would make an object and return; wrap the function or the "
-            "method that trains"
-        )
+        raise TypeError(f"{function!r} is a class: a call only makes one; wrap the function or the method")
     for is_kind, is_result, kind in (
         (inspect.iscoroutinefunction, inspect.iscoroutine, "a coroutine function"),
         (inspect.isasyncgenfunction, inspect.isasyncgen, "an asynchronous generator function"),
@@ -438,11 +475,8 @@ def _call_wrapper_parameter(function: Callable[..., Any]) -> str | None:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
         return None
-    found = [
-        name
-        for name, parameter in signature.parameters.items()
-        if _means_call_wrapper(parameter.annotation, function)
-    ]
+    annotated = {name: parameter.annotation for name, parameter in signature.parameters.items()}
+    found = [name for name, annotation in annotated.items() if _means_call_wrapper(annotation, function)]
     if len(found) > 1:
         raise TypeError(
             f"{function!r} has {len(found)} arguments annotated with CallWrapper ({', '.join(found)}); it "
@@ -482,11 +516,12 @@ def _filled_in(
         return functools.partial(function, *args, **kwargs)
     signature = inspect.signature(function)
     bound = signature.bind_partial(*args, **kwargs)
-    if not isinstance(bound.arguments.get(parameter), (CallWrapper, types.NoneType)):
+    given, own = bound.arguments.get(parameter), signature.parameters[parameter]
+    if not isinstance(given, CallWrapper) and (given is not None or own.default is own.empty):
         # What landed there is the next argument: the caller left this one out.
-        others = [p for name, p in signature.parameters.items() if name != parameter]
-        bound = signature.replace(parameters=others).bind(*args, **kwargs)
-    arguments = {**bound.arguments, parameter: user}
-    ordered = {name: arguments[name] for name in signature.parameters if name in arguments}
-    filled = inspect.BoundArguments(signature, ordered)
+        others = [p for p in signature.parameters.values() if p is not own]
+        # Or None was passed for it: then the rest does not fit without it.
+        with contextlib.suppress(*[TypeError] if given is None else []):
+            bound = signature.replace(parameters=others).bind(*args, **kwargs)
+    filled = inspect.BoundArguments(signature, {**bound.arguments, parameter: user})
     return functools.partial(function, *filled.args, **filled.kwargs)

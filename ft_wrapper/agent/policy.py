@@ -167,7 +167,7 @@ class RestartPolicy:
         if job.has_formed() and not job.admits():
             return Verdict(
                 Remedy.LEAVE_OUT,
-                "not started again: joining a running job takes @Wrapper(use_global_iteration=True)",
+                "not started again: joining a running job takes @Wrapper(rejoin=True)",
             )
         delay = self._budget(rank).spend(lived, is_first=is_first)
         if delay is None:
@@ -243,7 +243,7 @@ class JobInStore:
             return {} if text is None else json.loads(text)
 
         terms = self._ask(read_terms, "the terms of the job are not known", None)
-        return not isinstance(terms, dict) or terms.get("use_global_iteration", True) is True
+        return not isinstance(terms, dict) or terms.get("rejoin", True) is True
 
     def has_given_up(self, slot: int, pid: int) -> bool:
         """Whether a slot's process has left it for good."""

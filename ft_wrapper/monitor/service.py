@@ -280,7 +280,7 @@ class MonitorService:
         limits, plan, memory = _hear_hello(line, fds)
         owned.callback(memory.close)
         received.close()
-        attended.replaced = process.replaced and limits.use_global_iteration
+        attended.replaced = process.replaced and bool(limits.rejoin)
         if plan is None:
             raise _Refused(f"process {pid} has a monitor process")
         with self._changed:  # first come, first served; an earlier call's monitor runs until the rank leaves

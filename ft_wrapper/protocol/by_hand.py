@@ -353,9 +353,7 @@ class ByHand(Operations):
 
     def _join(self, slot: int, world_size: int, timeout: timedelta) -> int:
         head, seconds = self._agreement.iterations.read_head(), timeout.total_seconds()
-        limits = AllLimits(
-            use_global_iteration=True, on_join=OnJoin.NOW, rejoin_wait=0.0, barrier_timeout=seconds
-        )
+        limits = AllLimits(rejoin=True, on_join=OnJoin.NOW, rejoin_wait=0.0, barrier_timeout=seconds)
         call = 0 if head is None else head.call
         own = Membership(self._agreement, slot, [*range(world_size)], limits, call, _TERMS)
         try:

@@ -67,7 +67,7 @@ class Membership:
             ValueError: the function or settings differ from the job's; says which.
         """
         self.agreement.joining.agree_on_version()
-        if not self.limits.use_global_iteration and self.agreement.iterations.read_head() is not None:
+        if not self.limits.rejoin and self.agreement.iterations.read_head() is not None:
             raise self._refused()
         self.check_terms()
         self.member = self.agreement.joining.register(self.slot, self.record)
@@ -281,7 +281,7 @@ class Membership:
             if first is not None:
                 self.view = first
                 return True
-        if not limits.use_global_iteration:
+        if not limits.rejoin:
             raise self._refused()
         if not is_early:
             self._refuse_what_cannot_help()
@@ -349,8 +349,8 @@ class Membership:
 
     def _refused(self) -> exception.RankDiscarded:
         return exception.RankDiscarded(
-            f"slot {self.slot} came when the job was already on, and cannot join it: iteration numbers are "
-            "not global; use @Wrapper(use_global_iteration=True) on all ranks, or start the whole job again"
+            f"slot {self.slot} came when the job was already on, and cannot join it: use "
+            "@Wrapper(rejoin=True) on all ranks, or start the whole job again"
         )
 
     def explain_removal(self) -> str:

@@ -134,8 +134,7 @@ class Call(RestartedProcess):
         self.state = state
         own, rank, world_size = self.own, state.rank, state.world_size
         store = PrefixStore(own.member.view.n, own.member.agreement.store)
-        assign = self.settings.rank_assignment
-        assert assign is not None, "the wrapper has put its default there"
+        assign: Any = self.settings.rank_assignment  # never None: the wrapper has put its default there
         ctx = RankAssignmentCtx(state, store, set(decision.ranks))
         return activate_if_unsaid(assign(ctx), rank, world_size)
 

@@ -185,7 +185,7 @@ class RestartLoop:
         self.state = copy.copy(base)
         self.state.fn_exception = None
         self.state.mode = Mode.INITIALIZED  # until the rank assignment says what the rank does
-        self.state.iteration = n if self.limits.use_global_iteration else n - decision.first
+        self.state.iteration = n if self.limits.rejoin else n - decision.first
         try:
             state = self.process.assign(self.state, decision)
         except BarrierTimeout as error:

@@ -261,7 +261,7 @@ class Resources:
             except StoreError:
                 # This process may have been started again: then its predecessor's monitor still has the port.
                 # Or the user's store is there.
-                if not (self._hosts and self.plan.is_served(by_rank=limits.use_global_iteration)):
+                if not (self._hosts and self.plan.is_served(by_rank=bool(limits.rejoin))):
                     raise
                 self._hosts = False
 

@@ -14,7 +14,7 @@ from ..finalize import Finalize
 from ..health_check import HealthCheck
 from ..initialize import Initialize
 from ..rank_assignment import ActivateAllRanks, MaxActiveWorldSize, RankAssignment, RankPlugIn, ShiftRanks
-from ..settings import AllLimits, MainLimits, RareLimits, about, argument, as_switch, settings
+from ..settings import AllLimits, MainLimits, RareLimits, about, argument, as_choice, as_switch, settings
 from ..store import StoreMixin, TCPStore, without_password
 from ..terminate import Terminate
 from .report import RestartReport
@@ -116,6 +116,7 @@ class Settings(MainLimits):
     monitor_process_logfile: str | None = argument(None, _check_path)
     monitor_process_pidfile: str | None = argument(None, _check_path)
     enabled: bool = argument(True, as_switch)
+    use_global_iteration: bool | None = argument(None, as_choice)
     on_restart: Callable[[RestartReport], object] | None = argument(None, _on_restart)
     limits: Limits = argument(Limits(), _check_limits)
 

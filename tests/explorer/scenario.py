@@ -170,7 +170,7 @@ class Scenario:
         return AllLimits(
             **{**same, "on_join": OnJoin(self.on_join)},
             hard_timeout=self.heartbeat_timeout,  # for a log line alone: a fault ends a simulated hang
-            use_global_iteration=True,
+            rejoin=True,
             max_same_faults=None,
         )
 

@@ -61,7 +61,7 @@ def fail(how: str) -> None:
     raise AssertionError("the kernel did not notice")
 
 
-@Wrapper(use_global_iteration=True, min_world_size=2, soft_timeout=5, hard_timeout=60)
+@Wrapper(rejoin=True, min_world_size=2, soft_timeout=5, hard_timeout=60)
 def train(backend: str, how: str, at: int, call_wrapper: CallWrapper) -> str:
     """Trains; returns the state's digest."""
     rank = call_wrapper.state.active_rank

@@ -16,7 +16,7 @@ from gpu_ranks import (
     total,
 )
 
-from ft_wrapper import CallWrapper, Wrapper
+from ft_wrapper import CallWrapper, Limits, Wrapper
 
 pytestmark = [*needs_gpu, needs_new_peers]
 RESTARTS = 20
@@ -37,7 +37,7 @@ def keeps(rank: Rank) -> tuple[list[int], int, str]:
     totals: list[int] = []
     backends: set[str] = set()
 
-    @Wrapper(keep_groups=True, max_same_faults=None)
+    @Wrapper(limits=Limits(keep_groups=True, max_same_faults=None))
     def train(call_wrapper: CallWrapper) -> None:
         group = call_wrapper.process_group(BACKEND)
         if not any(group is each for each in groups):

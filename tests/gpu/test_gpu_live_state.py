@@ -11,7 +11,7 @@ from gpu_ranks import BACKEND, IS_CUDA, Rank, choosing, each_nccl, keep_busy, ne
 from gpu_training_rank import STEPS, batch, build, digest
 from torch.nn.parallel import DistributedDataParallel
 
-from ft_wrapper import CallWrapper, LiveState, Wrapper
+from ft_wrapper import CallWrapper, Limits, LiveState, Wrapper
 from ft_wrapper.live.wire import Ballot, Values
 
 pytestmark = needs_gpu
@@ -52,7 +52,7 @@ def trains(rank: Rank, faults: bool) -> tuple[str, list[str]]:
         notes.append(f"update {'in the recovery' if committing is None else committing}")
         objects["optimizer"].step()
 
-    @Wrapper(max_same_faults=None)
+    @Wrapper(limits=Limits(max_same_faults=None))
     def train(call_wrapper: CallWrapper) -> str:
         nonlocal committing
         committing = None

@@ -32,7 +32,7 @@ from gpu_ranks import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from ft_wrapper import CallWrapper, Wrapper
+from ft_wrapper import CallWrapper, Limits, Wrapper
 
 pytestmark = needs_gpu
 RESTARTS = 200
@@ -68,7 +68,7 @@ def restarts(rank: Rank) -> Restarted:
     memory: list[Memory] = []
     backends: list[str] = []
 
-    @Wrapper(max_same_faults=None)
+    @Wrapper(limits=Limits(max_same_faults=None))
     def train(call_wrapper: CallWrapper) -> None:
         dist.init_process_group(BACKEND)
         dist.new_group([0])
@@ -190,7 +190,7 @@ def replays(rank: Rank) -> list[int]:
         made = (given * 2).sum()
     results: list[int] = []
 
-    @Wrapper(max_same_faults=None)
+    @Wrapper(limits=Limits(max_same_faults=None))
     def train(call_wrapper: CallWrapper) -> None:
         dist.init_process_group(BACKEND)
         assert total() == 1
@@ -237,7 +237,7 @@ def pins(rank: Rank) -> list[tuple[bool, int, int, int]]:
         host = host.pin_memory()
     results: list[tuple[bool, int, int, int]] = []
 
-    @Wrapper(max_same_faults=None)
+    @Wrapper(limits=Limits(max_same_faults=None))
     def train(call_wrapper: CallWrapper) -> None:
         threads = sum("pin_memory" in thread.name for thread in threading.enumerate())
         dist.init_process_group(BACKEND)
@@ -272,7 +272,7 @@ def comes_back(rank: Rank) -> tuple[list[float], list[float]]:
     collectives: list[float] = []
     fault_at = 0.0
 
-    @Wrapper(max_same_faults=None)
+    @Wrapper(limits=Limits(max_same_faults=None))
     def train(call_wrapper: CallWrapper) -> None:
         nonlocal fault_at
         torch.ones(1, device=DEVICE).add_(1).item()

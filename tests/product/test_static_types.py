@@ -23,7 +23,7 @@ follow_imports = skip
 PROGRAM = """
 from datetime import timedelta
 
-from ft_wrapper import Compose, Limits, Wrapper
+from ft_wrapper import CallWrapper, Compose, Limits, Wrapper
 from ft_wrapper.abort import AbortTorchDistributed
 from ft_wrapper.rank_assignment import ActivateAllRanks, ShiftRanks
 from ft_wrapper.state import FrozenState
@@ -46,6 +46,20 @@ Wrapper(abort=ShiftRanks())
 Wrapper(on_join="now")
 Limits(soft_timeout=3)
 Limits(join_window="3")
+
+@Wrapper
+def bare(call_wrapper: CallWrapper, steps: int) -> str:
+    call_wrapper.ping(step=1)
+    call_wrapper.ping("one")
+    return ""
+
+@Wrapper(rejoin=True, use_global_iteration=True)
+def second(steps: int, call_wrapper: CallWrapper | None = None) -> int:
+    return 1
+
+loss = bare(5)
+bare("five")
+count: int = second(5)
 """
 
 
@@ -60,11 +74,13 @@ def test_wrong_arguments_are_found(tmp_path: Path) -> None:
     expected = (
         '"train" has incompatible type "str"',
         "soft_timout",
-        '"soft_timeout" to "Wrapper"',
+        'of "Wrapper" matches argument type "str"',
         '"abort" to',
         'keyword argument "on_join"',
         'keyword argument "soft_timeout"',
         '"join_window" to',
+        '"ping" of "CallWrapper" has incompatible type "str"',
+        '"bare" has incompatible type "str"',
     )
     for error, text in zip(errors, expected, strict=True):
         assert text in error

@@ -48,7 +48,7 @@ def _note(frame: FrameType, event: str, _: object) -> None:
     _stack.append(calls[-1])
 
 
-@ft_wrapper.Wrapper(use_global_iteration=True)
+@ft_wrapper.Wrapper(rejoin=True)
 def function() -> None:
     """Fails twice. From the second failure to the entry after it every call is noted."""
     global _entries

@@ -19,7 +19,7 @@ def build() -> dict[str, object]:
     return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-2)}
 
 
-@Wrapper(use_global_iteration=True, barrier_timeout=40, soft_timeout=20, hard_timeout=30)
+@Wrapper(rejoin=True, barrier_timeout=40, soft_timeout=20, hard_timeout=30)
 def train(call_wrapper: CallWrapper) -> float:
     """Returns the last loss."""
     dist.init_process_group("gloo")

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from ft_wrapper import CallWrapper, Wrapper
 
 
-@Wrapper(use_global_iteration=True, soft_timeout=80, hard_timeout=90, barrier_timeout=100)
+@Wrapper(rejoin=True, soft_timeout=80, hard_timeout=90, barrier_timeout=100)
 def train(folder: Path, call_wrapper: CallWrapper) -> None:
     """Doubles six numbers and takes its third of them."""
     rank, n = dist_rank(), call_wrapper.iteration

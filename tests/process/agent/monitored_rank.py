@@ -82,7 +82,7 @@ def obey(orders: Connection, agent: str, store: str) -> None:
             answer = calls[-1][1].replaced
         elif order == "ask":
             with contextlib.closing(RankMemory()) as memory:
-                limits = dataclasses.replace(SETTINGS, use_global_iteration=arguments[0])
+                limits = dataclasses.replace(SETTINGS, rejoin=arguments[0])
                 answer = ask_agent(limits, plan, memory, lost.set, watch=arguments[1])
         elif order == "what is left":
             answer = threading.active_count() - 1, calls[-1][1].pid

@@ -27,7 +27,7 @@ from ft_wrapper.torch_groups.device import DEVICES_ENV, own_device, take_device
 SCRIPT = """
     import json, os, signal, socket, sys, time
     import torch.distributed as dist
-    from ft_wrapper import CallWrapper, Wrapper
+    from ft_wrapper import CallWrapper, Limits, Wrapper
     from ft_wrapper.rank_assignment import Layer, LayerFlag, Tree
     from ft_wrapper.torch_groups import device
 
@@ -36,7 +36,7 @@ SCRIPT = """
     wanted = int(os.environ["FT_WRAPPER_ACTIVE_WORLD_SIZE"])
     settings = SETTINGS
 
-    @Wrapper(use_global_iteration=True, rejoin_wait=60, max_same_faults=None, **settings)
+    @Wrapper(rejoin=True, **settings, limits=Limits(rejoin_wait=60, max_same_faults=None))
     def train(call_wrapper: CallWrapper = None):
         state, n = call_wrapper.state, call_wrapper.iteration
         noted = {"n": n, "rank": state.active_rank, "pid": os.getpid(), "node": os.environ["GROUP_RANK"]}
@@ -154,7 +154,7 @@ LEAVES = """
 
     device._LOOKS = 100
 
-    @Wrapper(use_global_iteration=True)
+    @Wrapper(rejoin=True)
     def train(call_wrapper: CallWrapper = None):
         if call_wrapper.iteration > 0:
             open(call_wrapper.device.type + str(call_wrapper.device.index), "w").close()

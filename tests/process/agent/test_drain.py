@@ -25,11 +25,11 @@ PORT = "TORCHELASTIC_HEALTH_CHECK_PORT"
 LIVE = """
     import os, sys, time, torch
     import torch.distributed as dist
-    from ft_wrapper import CallWrapper, LiveState, Wrapper, events
+    from ft_wrapper import CallWrapper, Limits, LiveState, Wrapper, events
 
     folder, slot = sys.argv[1], os.environ["RANK"]  # which the wrapper changes
 
-    @Wrapper(use_global_iteration=True, active_world_size=2, heartbeat_timeout=60, warm_up=False)
+    @Wrapper(rejoin=True, active_world_size=2, heartbeat_timeout=60, limits=Limits(warm_up=False))
     def train(call_wrapper: CallWrapper = None):
         dist.init_process_group("gloo")
 
@@ -66,7 +66,7 @@ WITHOUT_STEPS = """
 
     folder, slot = sys.argv[1], os.environ["RANK"]
 
-    @Wrapper(use_global_iteration=True, heartbeat_timeout=60)
+    @Wrapper(rejoin=True, heartbeat_timeout=60)
     def train(call_wrapper: CallWrapper = None):
         open(f"{folder}/step.{call_wrapper.iteration}.{slot}", "w").close()
         while not os.path.exists(f"{folder}/finish"):
@@ -83,7 +83,7 @@ ONE_STEP = """
 
     folder, slot = sys.argv[1], os.environ["RANK"]
 
-    @Wrapper(use_global_iteration=True, heartbeat_timeout=60)
+    @Wrapper(rejoin=True, heartbeat_timeout=60)
     def train(call_wrapper: CallWrapper = None):
         n = call_wrapper.iteration
         call_wrapper.step(0)
@@ -212,7 +212,7 @@ def test_sigterm_drains_a_node_that_others_go_on_without(tmp_path: Path) -> None
 def test_sigterm_ends_a_job_of_which_too_few_would_be_left(tmp_path: Path) -> None:
     with Cluster(tmp_path, WITHOUT_STEPS, nnodes="2") as cluster:
         cluster.host_store()
-        cluster.script.write_text(cluster.script.read_text().replace("(use", "(min_world_size=2, use"))
+        cluster.script.write_text(cluster.script.read_text().replace("(rejoin", "(min_world_size=2, rejoin"))
         nodes = [cluster.start(name, "--drain-timeout", "60") for name in "01"]
         await_that(lambda: came_to(cluster.shared, 0, 0, 1), *nodes)
         nodes[1].process.send_signal(signal.SIGTERM)

@@ -47,11 +47,11 @@ seen = []
 def look() -> None:
     seen.append((sorted(tcp_sockets("self")), sorted(tcp_sockets(os.getppid()))))
 
-@Wrapper(use_global_iteration=True)
+@Wrapper(rejoin=True)
 def one(call_wrapper: CallWrapper = None):
     look()
 
-@Wrapper(use_global_iteration=True, soft_timeout=50.0)
+@Wrapper(rejoin=True, soft_timeout=50.0)
 def other(call_wrapper: CallWrapper = None):
     look()
 

@@ -22,7 +22,7 @@ ALONE = """
     from pathlib import Path
     from ft_wrapper import CallWrapper, Wrapper
 
-    @Wrapper(use_global_iteration=True)
+    @Wrapper(rejoin=True)
     def train(call_wrapper: CallWrapper = None):
         call_wrapper.store.set("key", "value")
         Path(f"in.{os.environ['RANK']}").touch()

@@ -24,7 +24,7 @@ from ft_wrapper.testing import EtcdServer
 RAISES = """
 from ft_wrapper import CallWrapper, Wrapper
 
-@Wrapper(use_global_iteration=True)
+@Wrapper(rejoin=True)
 def train(call_wrapper: CallWrapper = None):
     if call_wrapper.iteration == 0 and call_wrapper.state.rank == 1:
         raise ValueError("told to")

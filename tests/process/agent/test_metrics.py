@@ -126,11 +126,11 @@ def test_restarts_and_ranks_of_a_job(job: Scraped) -> None:
 
 FAILS = """
     import os, pathlib, signal, sys, time
-    from ft_wrapper import Wrapper
+    from ft_wrapper import Limits, Wrapper
 
     folder, how = pathlib.Path(sys.argv[1]), sys.argv[2]
 
-    @Wrapper(max_faults=1, use_global_iteration=True, active_world_size=2)
+    @Wrapper(rejoin=True, active_world_size=2, limits=Limits(max_faults=1))
     def train(call_wrapper=None):
         if os.environ["RANK"] == "1" and call_wrapper.iteration == 0:
             if how == "excluded":

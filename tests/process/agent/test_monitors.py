@@ -286,7 +286,7 @@ def test_hello_is_answered_with_who_is_replaced(monitors: MonitorService, start:
     assert rank.tell("ask", True, False) == (None, True)
     assert rank.tell("ask", False, False) == (None, False)
     assert rank.tell("begin")
-    assert not rank.tell("replaced")  # for want of use_global_iteration
+    assert not rank.tell("replaced")  # for want of rejoin
     assert rank.tell("ask", True, True) == (None, True)  # it has a monitor already
     assert start().tell("ask", True, False) == (None, False)
     rank.tell("end")
@@ -614,14 +614,14 @@ def test_the_end_waits_for_nobody_for_ever(
 JOB = """
     import os, signal, time
     from pathlib import Path
-    from ft_wrapper import CallWrapper, Wrapper
+    from ft_wrapper import CallWrapper, Limits, Wrapper
 
     often = dict.fromkeys(
         ["heartbeat_interval", "monitor_process_interval", "progress_watchdog_interval"], 0.2
     )
 
-    @Wrapper(use_global_iteration=True, join_window=0.1, soft_timeout=5, hard_timeout=6,
-             termination_grace_time=0.2, **often)
+    @Wrapper(rejoin=True, soft_timeout=5, hard_timeout=6, termination_grace_time=0.2, **often,
+             limits=Limits(join_window=0.1))
     def train(call, call_wrapper: CallWrapper = None):
         n, rank = call_wrapper.iteration, os.environ["RANK"]
         Path(f"in.{call}.{n}.{rank}").touch()
@@ -683,7 +683,7 @@ PAUSED = """
         ["heartbeat_interval", "monitor_process_interval", "progress_watchdog_interval"], 0.2
     )
 
-    @Wrapper(use_global_iteration=True, soft_timeout=2.5, hard_timeout=3, heartbeat_timeout=3, **often)
+    @Wrapper(rejoin=True, soft_timeout=2.5, hard_timeout=3, heartbeat_timeout=3, **often)
     def train(call_wrapper: CallWrapper = None):
         Path(f"in.{call_wrapper.iteration}.{os.environ['RANK']}").touch()
         while not Path("thawed").exists():

@@ -29,12 +29,12 @@ CONF = "last_call_timeout=0.2,keep_alive_interval=0.5,keep_alive_max_attempt=10,
 
 WRAPPED = """
     import json, os, sys, time
-    from ft_wrapper import CallWrapper, Wrapper
+    from ft_wrapper import CallWrapper, Limits, Wrapper
 
     folder = sys.argv[1]
     found = dict(os.environ)  # the wrapper changes some of it
 
-    @Wrapper(use_global_iteration=True, on_join="now", join_window=0.1, heartbeat_timeout=60)
+    @Wrapper(rejoin=True, heartbeat_timeout=60, limits=Limits(on_join="now", join_window=0.1))
     def train(call_wrapper: CallWrapper = None):
         state = call_wrapper.state
         # Renamed, so that anyone who sees it sees all of it.
@@ -545,9 +545,9 @@ def check_refused(folder: Path, port: int, options: list[str], *words: str) -> N
 
 FAILS = """
     import os, sys, time
-    from ft_wrapper import Wrapper
+    from ft_wrapper import Limits, Wrapper
 
-    @Wrapper(use_global_iteration=True, max_same_faults=2, heartbeat_timeout=60)
+    @Wrapper(rejoin=True, heartbeat_timeout=60, limits=Limits(max_same_faults=2))
     def train():
         if os.environ["RANK"] == "3":
             raise ValueError("its data is gone")

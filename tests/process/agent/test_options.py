@@ -24,6 +24,7 @@ from ft_wrapper.cli.meeting import meet
 from ft_wrapper.rank_assignment import MaxActiveWorldSize, ShiftRanks
 from ft_wrapper.rendezvous.settings import Identity, RendezvousSettings, read_parameters
 from ft_wrapper.run import main
+from ft_wrapper.store.secret import AGENT_ENV
 from ft_wrapper.testing.etcd_server import free_port
 from ft_wrapper.wrapper import as_launched
 
@@ -384,6 +385,19 @@ def test_the_command_line_wins_over_the_code(
             active(Wrapper())
 
 
+def test_a_killed_process_comes_back_where_the_launcher_can_do_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(AGENT_ENV, raising=False)
+    settings = [{}, {"rejoin": False}, {"rejoin": True}, {"use_global_iteration": True}]
+    settings += [{"rejoin": False, "use_global_iteration": True}]
+
+    def rejoin() -> list[bool | None]:
+        return [as_launched(Wrapper(**each).settings, is_first=True).rejoin for each in settings]
+
+    assert rejoin() == [False, False, True, True, False]
+    monkeypatch.setenv(AGENT_ENV, "an agent's socket")
+    assert rejoin() == [True, False, True, True, False]
+
+
 # Log files ---------------------------------------------------------------------------------------------
 
 
@@ -428,11 +442,15 @@ COUNTED = """
 
     @Wrapper()
     def by_ftrun(call_wrapper: CallWrapper = None):
-        print(f"by ftrun: {slot} of {call_wrapper.state.active_world_size}\\n", end="")
+        print(f"by ftrun: {call_wrapper.rank} of {call_wrapper.world_size}\\n", end="")
 
-    @Wrapper(active_world_size=2)
-    def by_code(call_wrapper: CallWrapper = None):
-        print(f"by code: {slot} of {call_wrapper.state.active_world_size}\\n", end="")
+    def tell(state):
+        print(f"slot {slot}: {'spare' if state.is_spare else 'active'}\\n", end="")
+
+    @Wrapper(active_world_size=2, initialize=tell)
+    def by_code(call_wrapper: CallWrapper):
+        assert not call_wrapper.is_spare
+        print(f"by code: {call_wrapper.rank} of {call_wrapper.world_size}\\n", end="")
 
     by_ftrun()
     by_code()
@@ -444,9 +462,13 @@ def test_active_ranks_of_a_job(
 ) -> None:
     assert main(["--nproc-per-node", "2", "--active-world-size", "1", "--no-standby", write(COUNTED)]) == 0
     out, err = capfd.readouterr()
-    assert sorted(out.splitlines()) == ["by code: 0 of 2", "by code: 1 of 2", "by ftrun: 0 of 1"]
-    assert err.count("ftrun's FT_WRAPPER_ACTIVE_WORLD_SIZE=1 does not count") == 1
-    assert "the wrapper has active_world_size=2" in err
+    assert sorted(out.splitlines()) == [
+        "by code: 0 of 1",
+        "by ftrun: 0 of 1",
+        "slot 0: active",
+        "slot 1: spare",
+    ]
+    assert err.count("active_world_size=2 does not count: ftrun says 1") == 1
 
 
 @pytest.fixture
@@ -490,11 +512,11 @@ def test_the_port_of_the_master_is_in_use(tmp_path: Path) -> None:
 
 SPARED = """
     import json, os, sys, time
-    from ft_wrapper import CallWrapper, Wrapper
+    from ft_wrapper import CallWrapper, Limits, Wrapper
 
     folder, found = sys.argv[1], dict(os.environ)  # the wrapper changes some of it
 
-    @Wrapper(use_global_iteration=True, on_join="now", join_window=0.1, heartbeat_timeout=60)
+    @Wrapper(rejoin=True, heartbeat_timeout=60, limits=Limits(on_join="now", join_window=0.1))
     def train(call_wrapper: CallWrapper = None):
         state = call_wrapper.state
         path = f"{folder}/in.{state.active_world_size}.{state.iteration}.{state.active_rank}"

@@ -50,11 +50,11 @@ def test_the_others_wait_for_a_replacement(tmp_path: Path) -> None:
         tmp_path,
         """
         import os, signal, time
-        from ft_wrapper import CallWrapper, Wrapper
+        from ft_wrapper import CallWrapper, Limits, Wrapper
         from ft_wrapper.protocol import Agreement
         from ft_wrapper.store import TCPStore
 
-        @Wrapper(use_global_iteration=True, rejoin_wait=60, min_world_size=1)
+        @Wrapper(rejoin=True, min_world_size=1, limits=Limits(rejoin_wait=60))
         def train(call_wrapper: CallWrapper = None):
             if call_wrapper.iteration > 0:
                 print(f"{call_wrapper.iteration}: rank {call_wrapper.state.rank} "
@@ -86,7 +86,7 @@ def test_a_job_that_nobody_can_join_goes_on_without_its_dead(tmp_path: Path) -> 
         import os, signal
         from ft_wrapper import CallWrapper, Wrapper
 
-        @Wrapper
+        @Wrapper(rejoin=False)
         def train(call_wrapper: CallWrapper = None):
             if os.environ["RANK"] == "1":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -98,7 +98,7 @@ def test_a_job_that_nobody_can_join_goes_on_without_its_dead(tmp_path: Path) -> 
     )
     with FtRun(tmp_path / "job", "--nproc-per-node", "2", source) as job:
         assert job.end() == 0, job.said
-        assert "joining a running job takes @Wrapper(use_global_iteration=True)" in job.said
+        assert "joining a running job takes @Wrapper(rejoin=True)" in job.said
         assert len(job.pids(1)) == 1
 
 
@@ -109,7 +109,7 @@ def test_who_aborts_the_restarts_is_not_started_again(tmp_path: Path) -> None:
         from ft_wrapper import Wrapper
         from ft_wrapper.initialize import RetryController
 
-        @Wrapper(use_global_iteration=True, initialize=RetryController(max_iterations=2))
+        @Wrapper(rejoin=True, initialize=RetryController(max_iterations=2))
         def train():
             raise RuntimeError("every time")
 
@@ -168,7 +168,7 @@ ASKS = """
     from ft_wrapper.monitor.shared_memory import RankMemory
     from ft_wrapper.store.plan import announced_plan
 
-    limits = Wrapper(use_global_iteration=True).settings.all_limits
+    limits = Wrapper(rejoin=True).settings.all_limits
     plan = announced_plan(os.environ["FT_WRAPPER_STORE"], 20.0)
     _, replaced = ask_agent(limits, plan, RankMemory(), print, watch=False)
     print("replaced:", replaced, flush=True)
@@ -288,15 +288,15 @@ def test_a_rank_whose_abort_hangs_is_replaced(tmp_path: Path, does: str) -> None
         import os, sys, time
         import torch
         import torch.distributed as dist
-        from ft_wrapper import CallWrapper, Wrapper
+        from ft_wrapper import CallWrapper, Limits, Wrapper
         from ft_wrapper.monitor import threads
         from ft_wrapper.testing import OnAbort, blocking_backend
 
         threads._ABORT_PATIENCE = 0.1
 
-        @Wrapper(use_global_iteration=True, rejoin_wait=60, min_world_size=2, soft_timeout=2, hard_timeout=3,
-                 heartbeat_timeout=30, monitor_thread_interval=0.2, monitor_process_interval=0.2,
-                 progress_watchdog_interval=0.2, heartbeat_interval=0.2)
+        @Wrapper(rejoin=True, min_world_size=2, soft_timeout=2, hard_timeout=3, heartbeat_timeout=30,
+                 monitor_thread_interval=0.2, monitor_process_interval=0.2, progress_watchdog_interval=0.2,
+                 heartbeat_interval=0.2, limits=Limits(rejoin_wait=60))
         def train(call_wrapper: CallWrapper = None):
             if call_wrapper.iteration > 0:
                 print(f"{call_wrapper.iteration}: rank {call_wrapper.state.rank} "

@@ -20,7 +20,7 @@ JOB = """
     import os, time
     from ft_wrapper import CallWrapper, Wrapper
 
-    @Wrapper(use_global_iteration=True)
+    @Wrapper(rejoin=True)
     def train(call_wrapper: CallWrapper = None):
         open(f"in.{os.environ['RANK']}.{call_wrapper.iteration}", "w").close()
         while True:
@@ -90,7 +90,7 @@ STUCK = """
 
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
-    @Wrapper(use_global_iteration=True)
+    @Wrapper(rejoin=True)
     def train(call_wrapper: CallWrapper = None):
         open(f"in.{os.environ['RANK']}.{call_wrapper.iteration}", "w").close()
         inject_fault(Fault.GIL)

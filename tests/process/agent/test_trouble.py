@@ -17,9 +17,9 @@ from ft_wrapper import events
 JOB = """
     import os, time
     from pathlib import Path
-    from ft_wrapper import CallWrapper, Wrapper
+    from ft_wrapper import CallWrapper, Limits, Wrapper
 
-    @Wrapper(use_global_iteration=True, join_window=0.1)
+    @Wrapper(rejoin=True, limits=Limits(join_window=0.1))
     def train(call_wrapper: CallWrapper = None):
         n, rank = call_wrapper.iteration, os.environ["RANK"]
         Path(f"in.{n}.{rank}").touch()
@@ -33,7 +33,7 @@ PRINTS = """
     import os, sys
     from ft_wrapper import CallWrapper, Wrapper
 
-    @Wrapper(use_global_iteration=True)
+    @Wrapper(rejoin=True)
     def train(call_wrapper: CallWrapper = None):
         n = call_wrapper.iteration
         if n >= 5:

@@ -38,7 +38,7 @@ from ft_wrapper.exception import StoreUnavailable, TimeoutError
 # When: in the last call, before it has ended; between two calls; after the last one.
 FAILS = """
     import os, signal, sys, threading, time
-    from ft_wrapper import CallWrapper, Wrapper
+    from ft_wrapper import CallWrapper, Limits, Wrapper
     from ft_wrapper.protocol import Agreement
     from ft_wrapper.store import TCPStore
 
@@ -62,7 +62,7 @@ FAILS = """
         while not condition():
             time.sleep(0.02)
 
-    @Wrapper(use_global_iteration=joins == "joins", on_join="now", rejoin_wait=60, **settings)
+    @Wrapper(rejoin=joins == "joins", **settings, limits=Limits(on_join="now", rejoin_wait=60))
     def train(number, call_wrapper: CallWrapper = None):
         if number != calls or when != "in":
             return
@@ -136,17 +136,15 @@ def test_a_failure_counts_from_the_end_of_the_last_call_on(tmp_path: Path, case:
 
 ENDS = """
     import os, signal, sys, time
-    from ft_wrapper import CallWrapper, Wrapper
+    from ft_wrapper import CallWrapper, Limits, Wrapper
 
     folder, how = sys.argv[1:]
     rank = os.environ["RANK"]
 
     quick = {"soft_timeout": 2, "hard_timeout": 3, "heartbeat_timeout": 3, "barrier_timeout": 4}
 
-    @Wrapper(
-        use_global_iteration=True, max_same_faults=2, min_world_size=2, rejoin_wait=0.1,
-        **(quick if how == "too few" else {}),
-    )
+    @Wrapper(rejoin=True, min_world_size=2, **(quick if how == "too few" else {}),
+             limits=Limits(max_same_faults=2, rejoin_wait=0.1))
     def train(call_wrapper: CallWrapper = None):
         if how == "raises" and rank == "1":
             raise ValueError("its data is gone")
@@ -329,7 +327,7 @@ UNEVEN = """
         while rank == slow and not os.path.exists(f"{folder}/finish"):
             time.sleep(0.02)
 
-    @Wrapper(use_global_iteration=True)
+    @Wrapper(rejoin=True)
     def train(call_wrapper: CallWrapper = None):
         call_wrapper.step(0)
         if kind == "in":

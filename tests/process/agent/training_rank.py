@@ -8,6 +8,7 @@ iteration that is over still writes is not believed by a later one.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ft_wrapper import CallWrapper, FrozenState, Wrapper
+from ft_wrapper import CallWrapper, FrozenState, Limits, Wrapper
 from ft_wrapper.initialize import Initialize
 
 ACTIVE = 4
@@ -104,7 +105,8 @@ def train(folder: Path, call_wrapper: CallWrapper) -> None:
 def main() -> None:
     """Trains under the wrapper."""
     folder, settings = Path(sys.argv[1]), {**SETTINGS, **json.loads(sys.argv[2])}
-    Wrapper(use_global_iteration=True, initialize=TellsThatItIsIn(folder), **settings)(train)(folder)
+    ours = {name: settings.pop(name) for name in inspect.signature(Limits).parameters if name in settings}
+    Wrapper(initialize=TellsThatItIsIn(folder), limits=Limits(**ours), **settings)(train)(folder)
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def steps(live: LiveState | None) -> Iterator[int]:
     return iter(range(STEPS)) if live is None else live.steps(STEPS)
 
 
-@Wrapper(use_global_iteration=True, active_world_size=2, abort=AbortsUntilItIsBack())
+@Wrapper(rejoin=True, active_world_size=2, abort=AbortsUntilItIsBack())
 def train(call_wrapper: CallWrapper | None = None) -> None:
     assert call_wrapper is not None
     dist.init_process_group("gloo")

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ft_wrapper import CallWrapper, Wrapper
+from ft_wrapper import CallWrapper, Limits, Wrapper
 
 arguments = argparse.ArgumentParser()
 arguments.add_argument("folder", type=Path)
@@ -59,7 +59,7 @@ def wait(rank: int, call_wrapper: CallWrapper) -> None:
 
 @Wrapper(
     active_world_size=args.active,
-    use_global_iteration=True,
+    rejoin=True,
     soft_timeout=args.soft_timeout,
     hard_timeout=2 * args.soft_timeout,
     heartbeat_timeout=20.0,
@@ -67,7 +67,7 @@ def wait(rank: int, call_wrapper: CallWrapper) -> None:
     progress_watchdog_interval=0.2,
     monitor_process_interval=0.2,
     monitor_thread_interval=0.2,
-    max_same_faults=None,
+    limits=Limits(max_same_faults=None),
 )
 def train(call_wrapper: CallWrapper = None) -> None:  # type: ignore[assignment]
     dist.init_process_group("gloo")

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ft_wrapper import CallWrapper, Compose, LiveState, Wrapper
+from ft_wrapper import CallWrapper, Compose, Limits, LiveState, Wrapper
 from ft_wrapper.rank_assignment import FillGaps, MaxActiveWorldSize, RankAssignment, ReplicaGroups, ShiftRanks
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
@@ -43,8 +43,7 @@ SETTINGS: dict[str, Any] = {
     "monitor_process_interval": 0.1,
     "progress_watchdog_interval": 0.1,
     "termination_grace_time": 0.3,
-    "join_window": 0.1,
-    "use_global_iteration": True,
+    "rejoin": True,
 }
 
 
@@ -297,7 +296,7 @@ def main(train: Callable[..., None]) -> None:
     variant = Variant.of(args.variant)
     places = _places(variant, args.active, args.replicas)
     settings = {**SETTINGS, "rank_assignment": places, "min_world_size": args.active}
-    settings["keep_groups"] = args.keep
+    settings["limits"] = Limits(join_window=0.1, keep_groups=args.keep)
     wrapped = Wrapper(**settings)(train)
     for number in (-1, *range(args.first, args.first + args.runs)):
         faults: list[points.Planned] = []

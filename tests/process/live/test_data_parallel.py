@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_harness import SETTINGS, Job, Rank
+from rank_harness import SETTINGS, Job, Rank, with_limits
 from torch import nn
 
 from ft_wrapper import CallWrapper, LiveState, Wrapper
@@ -53,7 +53,7 @@ def trains(rank: Rank, faults: dict[str, str], keep: bool = True, **arguments: A
     options = {"find_unused_parameters": True, "bucket_cap_mb": 1e-6, **arguments.pop("options", {})}
     seen: list[Any] = []
 
-    @Wrapper(**SETTINGS, keep_groups=keep, **arguments)
+    @Wrapper(**with_limits(**SETTINGS, keep_groups=keep, **arguments))
     def train(call_wrapper: CallWrapper) -> list[int]:
         call_wrapper.process_group()
         live = LiveState(call_wrapper, build)

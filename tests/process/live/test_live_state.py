@@ -650,7 +650,7 @@ def fails_to_adopt(rank: Rank, errors: int) -> Any:
     failed: list[bool] = []
     live_state.TorchPerformer = Fails  # type: ignore[misc]
 
-    @Wrapper(**{**SETTINGS, "max_same_faults": 5}, active_world_size=2)
+    @Wrapper(**SETTINGS, active_world_size=2)
     def train(call_wrapper: CallWrapper) -> list[Any]:
         def at(step: int) -> None:
             if call_wrapper.iteration == 0 and step == 3 and rank.slot == 0:

@@ -22,7 +22,7 @@ from draw_cases import TORN, Case, draw
 from draw_parts import build, described, is_finite, train, update
 from torch.distributed.device_mesh import init_device_mesh
 
-from ft_wrapper import CallWrapper, Compose, LiveState, Wrapper
+from ft_wrapper import CallWrapper, Compose, Limits, LiveState, Wrapper
 from ft_wrapper.exception import JobAbort, RestartAbort
 from ft_wrapper.rank_assignment import FillGaps, MaxActiveWorldSize, RankAssignment, ReplicaGroups
 
@@ -37,10 +37,9 @@ SETTINGS: dict[str, Any] = {
     "monitor_process_interval": 0.1,
     "progress_watchdog_interval": 0.1,
     "termination_grace_time": 0.3,
-    "join_window": 0.1,
-    "rejoin_wait": 20.0,
-    "use_global_iteration": True,
-    "max_same_faults": 4,  # ours may be two in a row without progress
+    "rejoin": True,
+    # Ours may be two in a row without progress.
+    "limits": Limits(join_window=0.1, rejoin_wait=20.0, max_same_faults=4),
 }
 EVERY = 2
 

@@ -20,9 +20,7 @@ from ft_wrapper.settings import AllLimits, OnJoin
 from ft_wrapper.store import StoreMixin
 from ft_wrapper.testing import FakeStore
 
-LIMITS = AllLimits(
-    barrier_timeout=60.0, heartbeat_timeout=10.0, completion_timeout=60.0, use_global_iteration=True
-)
+LIMITS = AllLimits(barrier_timeout=60.0, heartbeat_timeout=10.0, completion_timeout=60.0, rejoin=True)
 
 
 def terms(

@@ -14,6 +14,7 @@ import faulthandler
 import fcntl
 import gc
 import importlib
+import inspect
 import json
 import os
 import select
@@ -30,6 +31,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ft_wrapper import Limits
 from ft_wrapper.store import StoreMixin, TCPStore, TCPStoreServer
 from ft_wrapper.store.address import EtcdAddress
 from ft_wrapper.store.plan import connect_etcd
@@ -55,6 +57,13 @@ SETTINGS: dict[str, Any] = {
     "progress_watchdog_interval": 0.2,
     "termination_grace_time": 0.5,
 }
+
+
+def with_limits(**settings: Any) -> dict[str, Any]:
+    """Arguments of Wrapper; those of Limits are in ``limits``."""
+    ours = settings.keys() & inspect.signature(Limits).parameters.keys()
+    return {"limits": Limits(**{name: settings.pop(name) for name in ours}), **settings}
+
 
 # Variables that inductor sets for its own use; and what says which process the environment belongs to.
 _STAY = ("TORCHINDUCTOR_CACHE_DIR", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "FT_WRAPPER_PROCESS")

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_harness import SETTINGS, TIMEOUT, Job, Process, Rank
+from rank_harness import SETTINGS, TIMEOUT, Job, Process, Rank, with_limits
 
 from ft_wrapper import CallWrapper, FrozenState, Wrapper
 from ft_wrapper.initialize import Initialize
@@ -59,7 +59,7 @@ class Trainer:
         self.waits = settings.pop("waits", None) == rank.slot
         self.settings: dict[str, Any] = {
             **SETTINGS,
-            "use_global_iteration": True,
+            "rejoin": True,
             "join_window": 0.05,
             "initialize": SaysItsState(rank),
             **settings,
@@ -109,7 +109,7 @@ def trains(rank: Rank, folder: str, settings: dict[str, Any]) -> list[int] | Non
         hold(rank)
     trainer = Trainer(rank, folder, {name: value for name, value in settings.items() if name != "held"})
 
-    @Wrapper(**trainer.settings)
+    @Wrapper(**with_limits(**trainer.settings))
     def train(call_wrapper: CallWrapper) -> list[int]:
         return trainer.train(call_wrapper)
 

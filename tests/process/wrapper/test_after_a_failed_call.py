@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from rank_harness import SETTINGS, Job, Rank
+from rank_harness import SETTINGS, Job, Rank, with_limits
 
 from ft_wrapper import CallWrapper, Wrapper
 from ft_wrapper.exception import JobAbort, RankShouldRestart, RestartAbort
@@ -21,7 +21,7 @@ KINDS: dict[str, type[BaseException]] = {
 
 # The others may have ended when one comes back: it hears of that soon.
 SOON: dict[str, Any] = {
-    "use_global_iteration": True,
+    "rejoin": True,
     "max_same_faults": 1,
     "soft_timeout": 2.0,
     "hard_timeout": 2.8,
@@ -34,7 +34,7 @@ def calls(rank: Rank, sequence: list[list[Any]], **settings: Any) -> list[list[A
     """Makes one call after the other; says of each whether the function ran, and how it ended."""
     ran: list[int] = []
 
-    @Wrapper(**{**SETTINGS, **SOON, **settings})
+    @Wrapper(**with_limits(**{**SETTINGS, **SOON, **settings}))
     def train(call_wrapper: CallWrapper, number: int, kind: str, slots: list[int]) -> str:
         ran.append(number)
         if rank.slot in slots:
@@ -84,7 +84,7 @@ def test_a_call_after_one_that_ended_the_job_says_so(job: Job, kind: str) -> Non
 
 
 def comes_back_late(rank: Rank) -> Any:
-    @Wrapper(**{**SETTINGS, **SOON})
+    @Wrapper(**with_limits(**{**SETTINGS, **SOON}))
     def train(call_wrapper: CallWrapper, number: int) -> int:
         if (rank.slot, number) == (1, 0):
             raise RestartAbort("it gives up")

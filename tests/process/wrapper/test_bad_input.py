@@ -64,6 +64,7 @@ WRONG_TYPES: list[tuple[str, Any]] = [
     ("monitor_process_pidfile", 5),
     ("enabled", 1),
     ("use_global_iteration", "yes"),
+    ("rejoin", "yes"),
     ("min_world_size", 1.5),
     ("min_world_size", True),
     ("active_world_size", "2"),

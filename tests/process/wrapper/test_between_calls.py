@@ -41,7 +41,7 @@ class Told(logging.Handler):
 def calls_twice(rank: Rank, dawdler: int, settings: dict[str, Any]) -> Any:
     logging.getLogger("ft_wrapper").addHandler(Told(rank))
 
-    @Wrapper(**{**settings, **rank.store_settings}, use_global_iteration=True)
+    @Wrapper(**{**settings, **rank.store_settings}, rejoin=True)
     def train(call_wrapper: CallWrapper) -> list[int]:
         return [call_wrapper.iteration, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])]
 

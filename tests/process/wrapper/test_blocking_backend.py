@@ -12,7 +12,7 @@ import torch.distributed as dist
 from rank_harness import SETTINGS, Job, Rank
 from support import nccl_standin
 
-from ft_wrapper import CallWrapper, Wrapper
+from ft_wrapper import CallWrapper, Limits, Wrapper
 from ft_wrapper.testing import BlockingGroup, OnAbort, blocking_backend
 
 
@@ -20,7 +20,7 @@ def blocks(rank: Rank, restarts: int, *kinds: OnAbort | str) -> list[int]:
     """Rank 0 blocks in a collective of the last group, and rank 1 fails, so many times."""
     backends = [blocking_backend(OnAbort(kind)) for kind in kinds]
 
-    @Wrapper(**SETTINGS, max_same_faults=None)
+    @Wrapper(**SETTINGS, limits=Limits(max_same_faults=None))
     def train(call_wrapper: CallWrapper) -> int:
         if call_wrapper.iteration == restarts:
             return call_wrapper.iteration

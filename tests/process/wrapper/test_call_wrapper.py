@@ -123,8 +123,8 @@ def test_who_stops_pinging_is_restarted(job: Job) -> None:
 # ---- numbers and faults
 
 
-def counts(rank: Rank, use_global_iteration: bool) -> Any:
-    settings = {**SETTINGS, "use_global_iteration": use_global_iteration}
+def counts(rank: Rank, rejoin: bool) -> Any:
+    settings = {**SETTINGS, "rejoin": rejoin}
     seen: list[int] = []
     kinds: list[Any] = []
 
@@ -148,17 +148,17 @@ def counts(rank: Rank, use_global_iteration: bool) -> Any:
     return [seen, kinds]
 
 
-@pytest.mark.parametrize("use_global_iteration", [False, True])
+@pytest.mark.parametrize("rejoin", [False, True])
 @pytest.mark.parametrize("announced", [False, True])
-def test_the_numbers_of_the_iterations(job: Job, use_global_iteration: bool, announced: bool) -> None:
+def test_the_numbers_of_the_iterations(job: Job, rejoin: bool, announced: bool) -> None:
     with contextlib.ExitStack() as owned:
         env = {}
         if announced:
             _, env["FT_WRAPPER_STORE"] = owned.enter_context(job.announced_store())
-        job.start(2, counts, use_global_iteration, env=env)
+        job.start(2, counts, rejoin, env=env)
         values = job.wait()
     # A store that the job hosts itself ends with each call.
-    expected = [0, 1, 2, 3, 4] if use_global_iteration and job.store_is_elsewhere else [0, 1, 2, 0, 1]
+    expected = [0, 1, 2, 3, 4] if rejoin and job.store_is_elsewhere else [0, 1, 2, 0, 1]
     fault = [[1, "EXCEPTION"]]
     assert values == [[expected, [[], fault, fault, [], fault]]] * 2
 
@@ -223,14 +223,12 @@ def uses_a_store(rank: Rank, **settings: Any) -> Any:
 
 
 @pytest.mark.tcp_only("etcd is never hosted by a rank")
-@pytest.mark.parametrize("use_global_iteration", [False, True])
-def test_no_rank_waits_for_the_end_of_a_store_that_is_not_the_jobs(
-    job: Job, use_global_iteration: bool
-) -> None:
+@pytest.mark.parametrize("rejoin", [False, True])
+def test_no_rank_waits_for_the_end_of_a_store_that_is_not_the_jobs(job: Job, rejoin: bool) -> None:
     server = TCPStoreServer(0, "127.0.0.1")
     kwargs = {"host_name": "127.0.0.1", "port": server.port}
     try:
-        job.start(2, uses_a_store, store_kwargs=kwargs, use_global_iteration=use_global_iteration)
+        job.start(2, uses_a_store, store_kwargs=kwargs, rejoin=rejoin)
         assert job.wait() == [0, 0]  # long before completion_timeout
     finally:
         server.close()
@@ -246,7 +244,7 @@ def test_a_port_that_a_stranger_has_is_named(job: Job, stranger: str) -> None:
             server = TCPStoreServer(0, "127.0.0.1")
             owned.callback(server.close)
             job.port = server.port - 1
-        job.start(1, uses_a_store, use_global_iteration=True)
+        job.start(1, uses_a_store, rejoin=True)
         # torch's client waits for the stranger's first word until that hangs up, in a thread.
         job.wait_for_end(leftovers=stranger != "not a store")
     assert job[0].error == "StoreError"

@@ -45,7 +45,7 @@ def test_rank_0_logs_what_was_found_once(job: Job) -> None:
 
 
 def dies_and_comes_back(rank: Rank) -> None:
-    @Wrapper(**SETTINGS, use_global_iteration=True, min_world_size=2)
+    @Wrapper(**SETTINGS, rejoin=True, min_world_size=2)
     def train(call_wrapper: CallWrapper) -> None:
         rank.say("in", n=call_wrapper.iteration)
         if call_wrapper.iteration == 0:

@@ -14,7 +14,7 @@ from rank_harness import SETTINGS, Job, Rank
 from torch.distributed import destroy_process_group  # by its name, before the call
 from torch.nn.parallel import DistributedDataParallel
 
-from ft_wrapper import CallWrapper, Wrapper
+from ft_wrapper import CallWrapper, Limits, Wrapper
 
 CALLS = 10
 RANKS = 3
@@ -109,7 +109,7 @@ def fails_behind_it(rank: Rank) -> list[int]:
     """One rank fails when it has destroyed its groups, others may be about to; and they hold a model."""
     seen = []
 
-    @Wrapper(**SETTINGS, max_same_faults=None)
+    @Wrapper(**SETTINGS, limits=Limits(max_same_faults=None))
     def train(call_wrapper: CallWrapper) -> None:
         dist.init_process_group("gloo")
         model = train_once()  # noqa: F841

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rank_harness import SETTINGS, Job, Rank
+from rank_harness import SETTINGS, Job, Rank, with_limits
 
 from ft_wrapper import CallWrapper, Wrapper
 from ft_wrapper.monitor.shared_memory import RankMemory
@@ -18,7 +18,7 @@ def trains(rank: Rank, **settings: Any) -> int:
     """Slot 1 raises an error whenever it is told to; each ends at the word."""
     same_faults._FIRST_PAUSE = 0.0
 
-    @Wrapper(**{**SETTINGS, "use_global_iteration": True, "join_window": 0.0, **settings})
+    @Wrapper(**with_limits(**{**SETTINGS, "rejoin": True, "join_window": 0.0, **settings}))
     def train(call_wrapper: CallWrapper) -> int:
         rank.say("in", n=call_wrapper.iteration, slot=rank.slot)
         while not rank.is_told():

@@ -78,7 +78,7 @@ def is_wrapped(rank: Rank) -> Any:
         for around in AROUND:
             # At another address on each rank.
             unused = [object() for _ in range(5000 * rank.slot + 1)]
-            results.append(Wrapper(**SETTINGS, use_global_iteration=True)(made(base, around))(1, two=2))
+            results.append(Wrapper(**SETTINGS, rejoin=True)(made(base, around))(1, two=2))
             del unused
     return results
 
@@ -86,6 +86,23 @@ def is_wrapped(rank: Rank) -> Any:
 def test_every_form_is_called_with_its_call_wrapper_on_all_ranks(job: Job) -> None:
     job.start(2, is_wrapped)
     assert job.wait() == [[[3, True]] * len(BASES) * len(AROUND)] * 2
+
+
+def first(call_wrapper: CallWrapper, one: int | None, two: int = 5) -> list[Any]:
+    return [isinstance(call_wrapper, CallWrapper), one, two]
+
+
+def test_the_call_wrapper_may_be_the_first_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    wrapped: Any = Wrapper(enabled=False)(first)
+    assert wrapped(1) == [True, 1, 5]
+    assert wrapped(None) == wrapped(one=None) == [True, None, 5]
+    assert wrapped(None, 2) == wrapped(None, two=2) == wrapped(None, None, 2) == [True, None, 2]
+    assert wrapped(None, 1, 2) == wrapped(call_wrapper=None, one=1, two=2) == [True, 1, 2]
+    for wrong in ((), (1, 2, 3)):
+        with pytest.raises(TypeError):
+            wrapped(*wrong)
 
 
 @pytest.mark.parametrize("around", AROUND)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_harness import SETTINGS, Job, Rank, cpu_seconds
+from rank_harness import SETTINGS, Job, Rank, cpu_seconds, with_limits
 
 from ft_wrapper import CallWrapper, FrozenState, Wrapper
 from ft_wrapper.finalize import Finalize
@@ -47,7 +47,7 @@ def is_spared(rank: Rank) -> Any:
     settings = {**SETTINGS, "active_world_size": 1, "initialize": SaysItsState(rank)}
     settings["collect_garbage"] = False  # it would, after that
 
-    @Wrapper(**settings)
+    @Wrapper(**with_limits(**settings))
     def train() -> str:
         rank.say("in")
         assert rank.hear() == "work"
@@ -85,7 +85,7 @@ def test_a_spare_waits_at_no_cost_and_returns_none(job: Job) -> None:
 def misses_a_spare(rank: Rank) -> Any:
     settings = {**SETTINGS, "active_world_size": 2, "heartbeat_timeout": 3.0}
 
-    @Wrapper(**settings)
+    @Wrapper(**with_limits(**settings))
     def train(call_wrapper: CallWrapper) -> list[Any]:
         rank.say("in", n=call_wrapper.iteration)
         if call_wrapper.iteration > 0:
@@ -121,7 +121,7 @@ def test_the_loss_of_a_spares_host_ends_nothing(job: Job) -> None:
 def trains_until(rank: Rank, last: int, active: int) -> Any:
     settings = {**SETTINGS, "active_world_size": active, "initialize": SaysItsState(rank)}
 
-    @Wrapper(**settings)
+    @Wrapper(**with_limits(**settings))
     def train(call_wrapper: CallWrapper) -> list[Any]:
         dist.init_process_group("gloo")
         total = torch.ones(1)
@@ -181,7 +181,7 @@ def test_two_ranks_killed_at_once(job: Job) -> None:
 def finishes_and_dies(rank: Rank, active: int) -> Any:
     settings = {**SETTINGS, "active_world_size": active}
 
-    @Wrapper(**settings)
+    @Wrapper(**with_limits(**settings))
     def train(call_wrapper: CallWrapper) -> str:
         rank.say("in")
         word = rank.hear()
@@ -220,7 +220,7 @@ class Dies(Initialize, Finalize):
 def dies_while_restarting(rank: Rank, when: str, victims: list[int]) -> Any:
     settings = {**SETTINGS, "active_world_size": 2, when: Dies(rank, when, rank.slot in victims)}
 
-    @Wrapper(**settings)
+    @Wrapper(**with_limits(**settings))
     def train(call_wrapper: CallWrapper) -> list[Any]:
         if call_wrapper.iteration == 0:
             if rank.slot == 1:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_harness import SETTINGS, Job, Rank
+from rank_harness import SETTINGS, Job, Rank, with_limits
 
-from ft_wrapper import CallWrapper, Wrapper
+from ft_wrapper import CallWrapper, Limits, Wrapper
 
 can_keep = pytest.mark.skipif(
     not hasattr(dist, "_reconfigure"), reason=f"torch {torch.__version__} cannot give a group new peers"
@@ -34,7 +34,7 @@ def reduces(rank: Rank, restarts: int, kills: int, **settings: Any) -> list[int]
     """
     groups: list[Any] = []  # held, or a new one might get an old one's address
 
-    @Wrapper(**{**SETTINGS, **settings}, max_same_faults=None)
+    @Wrapper(**with_limits(**{**SETTINGS, **settings}, max_same_faults=None))
     def train(call_wrapper: CallWrapper) -> list[int]:
         group = call_wrapper.process_group()
         if not any(group is each for each in groups):
@@ -101,7 +101,7 @@ def test_500_restarts_of_one_group_leave_nothing(job: Job) -> None:
 
 
 def asks(rank: Rank, how: str) -> str:
-    @Wrapper(**SETTINGS, keep_groups=True)
+    @Wrapper(**SETTINGS, limits=Limits(keep_groups=True))
     def train(call_wrapper: CallWrapper) -> str:
         if how == "own":
             dist.init_process_group("gloo")

@@ -19,7 +19,7 @@ from ft_wrapper import CallWrapper, Wrapper
 # torchrun chose MASTER_PORT; the port behind it, where the store would be, may be anybody's.
 own = {"store_kwargs": {"port": int(sys.argv[2])}} if sys.argv[2] != "0" else {}
 
-@Wrapper(use_global_iteration=True, **own)
+@Wrapper(rejoin=True, **own)
 def train(call_wrapper: CallWrapper):
     dist.init_process_group("gloo")
     total = torch.ones(1)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_harness import SETTINGS, Job, Rank
+from rank_harness import SETTINGS, Job, Rank, with_limits
 from support.torch_versions import needs_fsdp2_on_cpu
 from torch.nn.parallel import DistributedDataParallel
 
@@ -70,7 +70,7 @@ MODELS = {"DDP": plain_ddp, "FSDP2": fsdp2, "HSDP": hsdp, "FSDP1": fsdp1}
 def trains(rank: Rank, name: str) -> list[int]:
     """Fails in backward on one rank after another; a warning would be in the log."""
 
-    @Wrapper(**settings())
+    @Wrapper(**with_limits(**settings()))
     def train(call_wrapper: CallWrapper) -> int:
         dist.init_process_group("gloo")
         n, size = call_wrapper.iteration, dist.get_world_size()
@@ -130,7 +130,7 @@ def keeps_a_mesh(rank: Rank, restarts: int) -> list[str]:
     library: Any = types.ModuleType("mylib.cache")
     sys.modules["mylib.cache"], library._MESHES = library, {}
 
-    @Wrapper(**settings())
+    @Wrapper(**with_limits(**settings()))
     def train(call_wrapper: CallWrapper) -> list[str]:
         dist.init_process_group("gloo")
         n = call_wrapper.iteration
@@ -166,7 +166,7 @@ def keeps_what_it_trained(rank: Rank) -> list[Any]:
     library: Any = types.ModuleType("mylib")
     sys.modules["mylib"] = library
 
-    @Wrapper(**settings())
+    @Wrapper(**with_limits(**settings()))
     def train(call_wrapper: CallWrapper) -> list[Any]:
         dist.init_process_group("gloo")
         if call_wrapper.iteration == 0:
@@ -202,7 +202,7 @@ def test_models_and_groups_are_found_too(job: Job) -> None:
 def lives(rank: Rank, shards: bool) -> list[Any]:
     """A live state; of FSDP2 it builds the modules again, and the old ones wait for the collector."""
 
-    @Wrapper(**settings())
+    @Wrapper(**with_limits(**settings()))
     def train(call_wrapper: CallWrapper) -> list[Any]:
         dist.init_process_group("gloo")
         n, mesh = call_wrapper.iteration, None
@@ -247,7 +247,7 @@ def test_a_live_state_is_not_left_over(job: Job, shards: bool) -> None:
 
 
 def keeps_its_group(rank: Rank) -> list[str]:
-    @Wrapper(**settings(), keep_groups=True)
+    @Wrapper(**with_limits(**settings(), keep_groups=True))
     def train(call_wrapper: CallWrapper) -> list[str]:
         call_wrapper.process_group()
         dist.barrier()

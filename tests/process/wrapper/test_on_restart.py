@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 import pytest
-from rank_harness import SETTINGS, Job, Rank
+from rank_harness import SETTINGS, Job, Rank, with_limits
 
 from ft_wrapper import CallWrapper, RestartReport, Wrapper
 from ft_wrapper.rank_assignment import ActivateAllRanks, RankAssignment, RankAssignmentCtx, ShiftRanks
@@ -26,7 +26,7 @@ def says(rank: Rank, report: RestartReport) -> None:
 def trains(rank: Rank, **settings: Any) -> Any:
     """Trains until it is told to raise or to finish."""
 
-    @Wrapper(**{**SETTINGS, "on_restart": functools.partial(says, rank), **settings})
+    @Wrapper(**with_limits(**{**SETTINGS, "on_restart": functools.partial(says, rank), **settings}))
     def train(call_wrapper: CallWrapper) -> int:
         rank.say("in", n=call_wrapper.iteration)
         while not rank.is_told():
@@ -97,7 +97,7 @@ def test_an_exception_loses_no_rank(job: Job) -> None:
 
 
 def test_a_process_that_joins_is_told_as_well(job: Job) -> None:
-    job.start(3, trains, use_global_iteration=True, on_join="now", join_window=0.0)
+    job.start(3, trains, rejoin=True, on_join="now", join_window=0.0)
     job.expect("in", n=0)
     job.kill(1)
     job.expect("in", 0, 2, n=1)
@@ -131,7 +131,7 @@ def test_ranks_may_differ_in_whether_they_have_one(job: Job) -> None:
 def tells_steps(rank: Rank, **settings: Any) -> Any:
     """In the first iteration slot 0 is in step 7 and slot 1 in step 8; the others tell none, as all later."""
 
-    @Wrapper(**{**SETTINGS, "on_restart": functools.partial(says, rank), **settings})
+    @Wrapper(**with_limits(**{**SETTINGS, "on_restart": functools.partial(says, rank), **settings}))
     def train(call_wrapper: CallWrapper) -> int:
         if call_wrapper.iteration == 0 and rank.slot == 0:
             call_wrapper.step(6)
@@ -147,7 +147,7 @@ def tells_steps(rank: Rank, **settings: Any) -> Any:
 
 
 def test_it_says_what_step_this_rank_had_come_to(job: Job) -> None:
-    job.start(4, tells_steps, use_global_iteration=True, on_join="now", join_window=0.0)
+    job.start(4, tells_steps, rejoin=True, on_join="now", join_window=0.0)
     job.expect("in", n=0)
     job.kill(2)
     job.expect("in", 0, 1, 3, n=1)

@@ -17,10 +17,10 @@ from typing import Any, Optional
 import pytest
 import torch
 import torch.distributed as dist
-from rank_harness import SETTINGS, Job, Rank
+from rank_harness import SETTINGS, Job, Rank, with_limits
 
 import ft_wrapper  # noqa: F401 (an annotation names it)
-from ft_wrapper import CallWrapper, Wrapper
+from ft_wrapper import CallWrapper, Limits, Wrapper
 from ft_wrapper.exception import RankShouldRestart, RestartAbort
 from ft_wrapper.finalize import Finalize
 from ft_wrapper.protocol.ends import Ends
@@ -412,7 +412,7 @@ def is_blocked(rank: Rank) -> Any:
     with subprocess.Popen(["sleep", "1000"]) as sleeper:
         ways = [*BLOCKED.values(), lambda rank: sleeper.wait()]
 
-        @Wrapper(**SETTINGS, max_same_faults=None)
+        @Wrapper(**SETTINGS, limits=Limits(max_same_faults=None))
         def train(call_wrapper: CallWrapper) -> int:
             n = call_wrapper.iteration
             if n == len(ways):
@@ -457,7 +457,7 @@ def is_behind_a_hung_peer(rank: Rank, stopped: bool) -> Any:
     if stopped:
         settings.update(soft_timeout=2.5, hard_timeout=10.0)
 
-    @Wrapper(**settings)
+    @Wrapper(**with_limits(**settings))
     def train(call_wrapper: CallWrapper) -> list[int]:
         dist.init_process_group("gloo")
         if call_wrapper.iteration == 0:
@@ -497,7 +497,7 @@ def test_a_collective_behind_a_stopped_peer_is_freed_before_that_is_ended(job: J
 def waits_in_init(rank: Rank, subgroup: bool) -> Any:
     original = dist.distributed_c10d._new_process_group_helper
 
-    @Wrapper(**SETTINGS, max_same_faults=None)
+    @Wrapper(**SETTINGS, limits=Limits(max_same_faults=None))
     def train(call_wrapper: CallWrapper) -> list[int]:
         if call_wrapper.iteration == 0:
             if subgroup:
@@ -539,7 +539,7 @@ def test_a_group_that_waits_for_a_peer_is_freed(job: Job, subgroup: bool) -> Non
 def never_returns(rank: Rank, holding_the_gil: bool) -> Any:
     settings = {**SETTINGS, "soft_timeout": 2.5, "hard_timeout": 5.0}
 
-    @Wrapper(**settings)
+    @Wrapper(**with_limits(**settings))
     def train(call_wrapper: CallWrapper) -> list[Any]:
         if call_wrapper.iteration == 0 and rank.slot == 1:
             library = ctypes.PyDLL(None) if holding_the_gil else ctypes.CDLL(None)
@@ -600,7 +600,7 @@ def uses_everything(rank: Rank, end: str) -> Any:
 
     previous = signal.signal(signal.SIGRTMIN + 1, handler)  # the first that the wrapper would take
 
-    @Wrapper(**SETTINGS, max_same_faults=None)
+    @Wrapper(**SETTINGS, limits=Limits(max_same_faults=None))
     def train(call_wrapper: CallWrapper) -> None:
         assert signal.getsignal(signal.SIGRTMIN + 1) is handler
         dist.init_process_group("gloo")
@@ -632,7 +632,7 @@ def test_nothing_is_left_after_restarts(job: Job, end: str) -> None:
 
 
 def trains_with_ddp(rank: Rank) -> int:
-    @Wrapper(**SETTINGS, max_same_faults=None)
+    @Wrapper(**SETTINGS, limits=Limits(max_same_faults=None))
     def train(call_wrapper: CallWrapper) -> None:
         dist.init_process_group("gloo")
         model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
@@ -675,7 +675,7 @@ def says_in_which_order(rank: Rank) -> Any:
     for owner, name in ((warm_up, "announce_cuda"), (Ends, "log_fault"), (Reporter, "ended")):
         note(owner, name, name)
 
-    @Wrapper(**{**SETTINGS, "soft_timeout": 2.5})
+    @Wrapper(**with_limits(**{**SETTINGS, "soft_timeout": 2.5}))
     def train(call_wrapper: CallWrapper) -> list[str]:
         if call_wrapper.iteration == 0:
             rank.hang()

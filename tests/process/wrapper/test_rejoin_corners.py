@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_harness import Job, Rank
+from rank_harness import Job, Rank, with_limits
 from rejoin_job import Trainer, Training, training, trains
 
 from ft_wrapper import CallWrapper, Wrapper
@@ -38,7 +38,7 @@ def run(job: Job, tmp_path: Path) -> Iterator[Training]:
 def calls_twice(rank: Rank, folder: str, settings: dict[str, Any]) -> list[Any]:
     trainer = Trainer(rank, folder, settings)
 
-    @Wrapper(**trainer.settings)
+    @Wrapper(**with_limits(**trainer.settings))
     def train(call_wrapper: CallWrapper, finish: str) -> list[int]:
         trainer.finish = Path(folder, finish)
         return trainer.train(call_wrapper)
@@ -141,14 +141,14 @@ def test_a_job_grows_beyond_the_ranks_that_it_began_with(run: Training, job: Job
 
 
 def test_only_global_iterations_admit_a_process_that_was_started_again(run: Training, job: Job) -> None:
-    run.start(3, use_global_iteration=False)
+    run.start(3, rejoin=False)
     job.expect("in", 0, 1, 2, n=0)
     run.abort(1)
     job.expect("in", 0, 2, n=1, world=2)
     job.start_again(1)
     job.wait_for_end(1)
     assert job[1].error == "RankDiscarded"
-    assert "use @Wrapper(use_global_iteration=True) on all ranks" in job[1].text
+    assert "use @Wrapper(rejoin=True) on all ranks" in job[1].text
     job.forget(1)
     run.finish()
     run.check(1)
@@ -196,7 +196,7 @@ def test_two_processes_claim_one_slot(run: Training, job: Job) -> None:
 def has_another_function(rank: Rank, folder: str, settings: dict[str, Any]) -> Any:
     trainer = Trainer(rank, folder, settings)
 
-    @Wrapper(**trainer.settings)
+    @Wrapper(**with_limits(**trainer.settings))
     def evaluate(call_wrapper: CallWrapper) -> list[int]:
         return trainer.train(call_wrapper)
 

@@ -8,9 +8,9 @@ import time
 from typing import Any, NoReturn
 
 import pytest
-from rank_harness import SETTINGS, Job, Rank
+from rank_harness import SETTINGS, Job, Rank, with_limits
 
-from ft_wrapper import CallWrapper, RestartReport, Wrapper
+from ft_wrapper import CallWrapper, Limits, RestartReport, Wrapper
 from ft_wrapper.exception import JobAbort, RestartAbort
 from ft_wrapper.restart import same_faults
 
@@ -25,7 +25,7 @@ def fails_at_once(rank: Rank, slots: list[int], rounds: int = 100, place: str = 
     if place == "minutes":
         same_faults.PROGRESS_AFTER = 0.0
 
-    @Wrapper(**{**SETTINGS, **settings})
+    @Wrapper(**with_limits(**{**SETTINGS, **settings}))
     def train(call_wrapper: CallWrapper) -> int:
         n = call_wrapper.iteration
         rank.say("in", n=n)
@@ -126,7 +126,7 @@ def test_none_never_ends_it(job: Job) -> None:
 
 
 def gives_up(rank: Rank, slots: list[int], **settings: Any) -> Any:
-    @Wrapper(**{**SETTINGS, **settings})
+    @Wrapper(**with_limits(**{**SETTINGS, **settings}))
     def train(call_wrapper: CallWrapper) -> str:
         rank.say("in", n=call_wrapper.iteration)
         if rank.slot in slots:
@@ -162,7 +162,7 @@ def fails_in_step(rank: Rank, fails: list[list[int]]) -> Any:
     def on_restart(report: RestartReport) -> None:
         rank.say("report", fields=json.loads(report.to_json()))
 
-    @Wrapper(**{**SETTINGS, "on_restart": on_restart, "max_same_faults": 2})
+    @Wrapper(**with_limits(**{**SETTINGS, "on_restart": on_restart, "max_same_faults": 2}))
     def train(call_wrapper: CallWrapper) -> int:
         n = call_wrapper.iteration
         slot, step = fails[n] if n < len(fails) else (-1, 0)
@@ -200,7 +200,7 @@ def backs_off(rank: Rank) -> Any:
     pause = same_faults.pause_before_entering
     same_faults.pause_before_entering = lambda count: paused.append(pause(count)) or 0.0
 
-    @Wrapper(**{**SETTINGS, "max_same_faults": 4})
+    @Wrapper(**with_limits(**{**SETTINGS, "max_same_faults": 4}))
     def train() -> None:
         if rank.slot == 1:
             fail(0)
@@ -239,7 +239,7 @@ LEAVES: dict[str, BaseException] = {
 def leaves_at_once(rank: Rank, how: str) -> Any:
     """Whoever is rank 1 leaves the job."""
 
-    @Wrapper(**SETTINGS, max_same_faults=2)
+    @Wrapper(**SETTINGS, limits=Limits(max_same_faults=2))
     def train(call_wrapper: CallWrapper) -> int:
         if call_wrapper.state.rank == 1 and how == "exit 0":
             raise SystemExit(0)
@@ -279,7 +279,7 @@ def test_who_leaves_with_exit_code_0_ends_no_job(job: Job) -> None:
 
 
 def hangs(rank: Rank, uneven: bool) -> Any:
-    @Wrapper(**{**SETTINGS, "soft_timeout": 1.5, "hard_timeout": 20.0, "max_same_faults": 2})
+    @Wrapper(**with_limits(**{**SETTINGS, "soft_timeout": 1.5, "hard_timeout": 20.0, "max_same_faults": 2}))
     def train(call_wrapper: CallWrapper) -> None:
         if rank.slot == 1:
             if uneven:

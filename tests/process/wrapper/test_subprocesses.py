@@ -14,7 +14,7 @@ INNER = """
 import json, os, sys
 from ft_wrapper import CallWrapper, Wrapper
 
-@Wrapper(use_global_iteration=True)
+@Wrapper(rejoin=True)
 def train(call_wrapper: CallWrapper):  # the same name as the outer one's
     return [call_wrapper.state.world_size, call_wrapper.iteration]
 
@@ -36,7 +36,7 @@ def evaluate():
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
         runs.append([done.returncode, done.stdout, done.stderr])
 
-@Wrapper(use_global_iteration=True, soft_timeout=100, hard_timeout=110)
+@Wrapper(rejoin=True, soft_timeout=100, hard_timeout=110)
 def train(call_wrapper: CallWrapper):
     dist.init_process_group("gloo")
     if when == "in it":

@@ -16,7 +16,7 @@ import torch
 import torch._inductor.config
 import torch.distributed as dist
 import torch.distributed.checkpoint
-from rank_harness import SETTINGS, Job, Rank
+from rank_harness import SETTINGS, Job, Rank, with_limits
 from support.torch_versions import needs_async_save_processes, needs_fsdp2_on_cpu
 
 from ft_wrapper import CallWrapper, Wrapper
@@ -66,7 +66,7 @@ class LeavesGradientsOff(Finalize):
 def leaves_gradients_off(rank: Rank) -> Any:
     notes, finalize = NotesGradients(), LeavesGradientsOff()
 
-    @Wrapper(initialize=notes, finalize=finalize, **settings())
+    @Wrapper(**with_limits(initialize=notes, finalize=finalize, **settings()))
     def train(call_wrapper: CallWrapper) -> bool:
         enabled = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # as an interrupt in the midst of `no_grad.__exit__` does
@@ -90,7 +90,7 @@ def shards(rank: Rank) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    @Wrapper(active_world_size=3, **settings())
+    @Wrapper(**with_limits(active_world_size=3, **settings()))
     def train(call_wrapper: CallWrapper) -> list[Any]:
         place = int(os.environ["RANK"])
         dist.init_process_group("gloo")
@@ -121,7 +121,7 @@ def compiles(rank: Rank) -> Any:
     compiled = torch.compile(step, backend="aot_eager")
     torch.compile(lambda x: x + 1, backend="aot_eager")(torch.ones(1))  # imports
 
-    @Wrapper(use_global_iteration=True, active_world_size=2, **settings())
+    @Wrapper(**with_limits(rejoin=True, active_world_size=2, **settings()))
     def train(call_wrapper: CallWrapper) -> list[Any]:
         from torch._dynamo.utils import counters
 
@@ -181,7 +181,7 @@ def trains_compiled(rank: Rank) -> Any:
     torch._inductor.config.cpp_cache_precompile_headers = False
     torch._inductor.config.cpp.vec_isa_ok = False
 
-    @Wrapper(active_world_size=2, **settings())
+    @Wrapper(**with_limits(active_world_size=2, **settings()))
     def train(call_wrapper: CallWrapper) -> list[Any]:
         place = int(os.environ["RANK"])
         dist.init_process_group("gloo")
@@ -226,7 +226,7 @@ class FullDisk(torch.distributed.checkpoint.FileSystemWriter):
 
 
 def saves(rank: Rank, path: str) -> Any:
-    @Wrapper(**settings())
+    @Wrapper(**with_limits(**settings()))
     def train(call_wrapper: CallWrapper) -> list[Any]:
         dist.init_process_group("gloo")
         state = {"weight": torch.ones(2)}
@@ -254,7 +254,7 @@ def saves_in_a_process(rank: Rank, folder: str) -> Any:
     from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
     # `AbortProcesses`, part of the default, would end the process, which then had but to be forgotten.
-    @Wrapper(abort=AbortTorchDistributed(), **settings())
+    @Wrapper(**with_limits(abort=AbortTorchDistributed(), **settings()))
     def train(call_wrapper: CallWrapper) -> list[Any]:
         dist.init_process_group("gloo")
         n = call_wrapper.iteration
@@ -309,7 +309,7 @@ def makes_models(rank: Rank, restarts: int, collects: bool) -> Any:
     def things() -> list[int]:
         return [len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))]
 
-    @Wrapper(collect_garbage=collects, max_same_faults=None, **settings())
+    @Wrapper(**with_limits(collect_garbage=collects, max_same_faults=None, **settings()))
     def train(call_wrapper: CallWrapper) -> list[Any]:
         n = call_wrapper.iteration
         wait_for_released_groups()
@@ -376,7 +376,7 @@ def leaves_nothing(rank: Rank, how: str) -> None:
     argument = Argument()
     kept: list[weakref.ref[Any]] = [weakref.ref(argument)]
 
-    @Wrapper(**settings())
+    @Wrapper(**with_limits(**settings()))
     def train(given: Argument, call_wrapper: CallWrapper) -> None:
         kept.extend(map(weakref.ref, (given, call_wrapper, call_wrapper.store)))
         dist.init_process_group("gloo")

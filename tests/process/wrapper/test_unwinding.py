@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 import pytest
-from rank_harness import SETTINGS, Job, Rank
+from rank_harness import SETTINGS, Job, Rank, with_limits
 
 from ft_wrapper import CallWrapper, Wrapper
 
@@ -17,7 +17,7 @@ def cleans_up(rank: Rank, grace: float | None, seconds: float) -> Any:
     settings = SETTINGS if grace is None else {**SETTINGS, "cleanup_timeout": grace}
     cleaned = []
 
-    @Wrapper(**settings)
+    @Wrapper(**with_limits(**settings))
     def train(call_wrapper: CallWrapper) -> int:
         if call_wrapper.iteration == 0:
             if rank.slot == 1:

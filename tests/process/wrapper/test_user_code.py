@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from rank_harness import SETTINGS, Job, Rank
+from rank_harness import SETTINGS, Job, Rank, with_limits
 
 from ft_wrapper import CallWrapper, FrozenState, Wrapper, health_check
 from ft_wrapper.exception import JobAbort, RankShouldRestart
@@ -27,7 +27,7 @@ from ft_wrapper.store import TCPStore
 def raises_the_interruption(rank: Rank, **settings: Any) -> Any:
     long = {"soft_timeout": 100.0, "hard_timeout": 110.0, "barrier_timeout": 200.0}
 
-    @Wrapper(**{**SETTINGS, **long, **settings})
+    @Wrapper(**with_limits(**{**SETTINGS, **long, **settings}))
     def train(call_wrapper: CallWrapper) -> list[Any]:
         if call_wrapper.iteration < 2 or settings:
             if rank.slot == 1:
@@ -153,7 +153,7 @@ class FailsAt(HealthCheck):
 def has_a_health_check(rank: Rank, slot: int, calls: list[int], **settings: Any) -> Any:
     check = FailsAt(calls if rank.slot == slot else [])
 
-    @Wrapper(**{**SETTINGS, **settings}, health_check=check)
+    @Wrapper(**with_limits(**{**SETTINGS, **settings}, health_check=check))
     def train(call_wrapper: CallWrapper) -> list[Any]:
         if call_wrapper.iteration == 0 and 1 in calls:
             rank.hear()
@@ -367,7 +367,7 @@ def has_used_cuda(rank: Rank, store: str = "") -> list[Any]:
     if store:
         settings["store_factory"] = lambda: TCPStore("127.0.0.1", 1)
 
-    @Wrapper(**settings)
+    @Wrapper(**with_limits(**settings))
     def train(call_wrapper: CallWrapper) -> list[Any]:
         iteration, state = call_wrapper.iteration, call_wrapper.state
         if iteration == 0 and rank.slot == 1:

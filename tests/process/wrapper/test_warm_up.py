@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_harness import SETTINGS, TIMEOUT, Job, Rank
+from rank_harness import SETTINGS, TIMEOUT, Job, Rank, with_limits
 
-from ft_wrapper import CallWrapper, Wrapper
+from ft_wrapper import CallWrapper, Limits, Wrapper
 from ft_wrapper.protocol.operations import read
 from ft_wrapper.restart import call
 from ft_wrapper.testing import FakeStore
@@ -63,7 +63,7 @@ def waits_for_its_turn(rank: Rank, does: str, **settings: Any) -> Any:
     """Two ranks train, the others wait; slot 0 says when the call ends."""
     at_once(rank)
 
-    @Wrapper(**{**SETTINGS, **TWO_ACTIVE, **settings}, warm_up=WarmUp(rank, does))
+    @Wrapper(**with_limits(**{**SETTINGS, **TWO_ACTIVE, **settings}, warm_up=WarmUp(rank, does)))
     def train(call_wrapper: CallWrapper) -> int:
         rank.say("in", n=call_wrapper.iteration)
         if os.environ["RANK"] == "0":
@@ -93,7 +93,7 @@ def calls_twice(rank: Rank, warm_ups: int) -> Any:
     for n in range(2):
         _warm_up._train = functools.partial(rank.say, "warm", n=n)
 
-        @Wrapper(**{**SETTINGS, **TWO_ACTIVE, "use_global_iteration": True}, warm_up=made[n % warm_ups])
+        @Wrapper(**with_limits(**{**SETTINGS, **TWO_ACTIVE, "rejoin": True}, warm_up=made[n % warm_ups]))
         def train(word: str) -> None:
             if rank.slot == 0:
                 assert rank.hear() == word
@@ -235,7 +235,7 @@ def hangs(rank: Rank) -> Any:
 
     settings = {**SETTINGS, **TWO_ACTIVE, "soft_timeout": 4.0, "hard_timeout": 6.0}
 
-    @Wrapper(**settings, warm_up=warm_up)
+    @Wrapper(**with_limits(**settings, warm_up=warm_up))
     def train(call_wrapper: CallWrapper) -> int:
         rank.say("in", n=call_wrapper.iteration)
         while not rank.is_told():
@@ -264,7 +264,7 @@ def says_what_is_warmed(rank: Rank, off: bool, after: float = 0.0) -> Any:
     _warm_up._train = lambda: rank.say("warms", part="train")
     settings: dict[str, Any] = {"warm_up": False} if off else {}
 
-    @Wrapper(**SETTINGS, **TWO_ACTIVE, **settings)
+    @Wrapper(**with_limits(**SETTINGS, **TWO_ACTIVE, **settings))
     def train(call_wrapper: CallWrapper) -> int:
         rank.say("in", n=call_wrapper.iteration)
         if os.environ["RANK"] == "0":
@@ -491,7 +491,7 @@ def compiles_in_its_warm_up(rank: Rank) -> Any:
     def warm_up() -> None:
         assert double(torch.ones(())).item() == 2.0
 
-    @Wrapper(**SETTINGS, **TWO_ACTIVE, warm_up=warm_up)
+    @Wrapper(**SETTINGS, **TWO_ACTIVE, limits=Limits(warm_up=warm_up))
     def train(call_wrapper: CallWrapper) -> float:
         rank.say("in", n=call_wrapper.iteration)
         if call_wrapper.iteration == 0:

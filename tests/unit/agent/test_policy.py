@@ -123,7 +123,7 @@ def test_nobody_is_started_who_could_not_join(policy: Policy) -> None:
     deciding = RestartPolicy(policy, 3, 3)
     verdict = deciding.decide(0, 7, 0.0, FakeJob(open=False), is_first=True)
     assert verdict.remedy is Remedy.LEAVE_OUT
-    assert "use_global_iteration=True" in verdict.why
+    assert "rejoin=True" in verdict.why
     assert deciding.replaces(0), "it costs nothing"
 
 
