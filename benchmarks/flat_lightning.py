@@ -61,7 +61,7 @@ def lightning(flat: Flat, call_wrapper: CallWrapper) -> None:
         **ft.trainer(),
         strategy="ddp",
         max_steps=flat.restarts + 2,
-        callbacks=[ft.checkpoint],
+        callbacks=[ft.callback],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,

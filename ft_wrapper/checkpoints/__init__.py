@@ -11,7 +11,9 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from .. import _renamed
 from ..exception import JobAbort
 from ..protocol import keys
 from ..protocol.operations import Notify, Write, read, set_if_absent
@@ -20,8 +22,10 @@ from ..settings import as_int, as_timeout
 from ..store import BarrierTimeout
 from ..wrapper import CallWrapper
 from . import folders
-from .folders import step_of as step_of
 
+__getattr__ = _renamed.of_module(
+    __name__, {"Checkpoint.step": folders.step_of}, {"step_of": "Checkpoint.step"}
+)
 log = logging.getLogger(__name__)
 
 _SEEN_WITHIN = 10.0  # seconds for which a server may keep from a host what another host has written
@@ -43,6 +47,35 @@ class _Kept:
     named: set[Path] = dataclasses.field(default_factory=set)
 
 
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A sealed checkpoint. It is path-like: ``torch.load`` and ``dcp.load(checkpoint_id=)`` take it as it is.
+
+    Args:
+        path: the file or folder.
+        step: the number that it was sealed with.
+    """
+
+    path: Path
+    step: int
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    __str__ = __fspath__
+
+    if not TYPE_CHECKING:  # `Checkpoints.newest` returned the path
+
+        def __getattr__(self, name):
+            found = getattr(object.__getattribute__(self, "path"), name)
+            _renamed.warn(f"Checkpoint.{name}", f"Checkpoint.path.{name}")
+            return found
+
+        def __truediv__(self, name):
+            _renamed.warn("Checkpoint / name", "Checkpoint.path / name")
+            return self.path / name
+
+
 class Checkpoints:
     """A job's checkpoints in a folder: where to write, which are complete, which one to continue from.
 
@@ -50,9 +83,10 @@ class Checkpoints:
 
         checkpoints = Checkpoints(call_wrapper, "checkpoints")
         if (newest := checkpoints.newest()) is not None:
-            load(newest)
+            load(newest.path)
+            first = newest.step
         for step in ...:
-            save(checkpoints.folder(step))
+            save(checkpoints.path(step))
             checkpoints.seal(step)
 
     Each iteration writes into its own folder. A checkpoint counts once it is sealed: by `seal`; by the
@@ -107,7 +141,9 @@ class Checkpoints:
 
     # ---- for users
 
-    def folder(self, step: int) -> Path:
+    folder = _renamed.attribute("Checkpoints", "folder", "path")
+
+    def path(self, step: int) -> Path:
         """Where this iteration writes the checkpoint of a step: the same path on all ranks.
 
         Creates the parent folder, but not the path itself, because it may also become a single file, which is
@@ -134,7 +170,7 @@ class Checkpoints:
         All active ranks call it, in their main thread, each after it has written its part. Waits for all.
 
         Args:
-            step: what ``folder`` was called with.
+            step: what ``path`` was called with.
 
         Raises:
             TypeError: the step is no whole number.
@@ -161,7 +197,7 @@ class Checkpoints:
             self._hear(said, what)
         self._sealed.add(step)
 
-    def newest(self) -> Path | None:
+    def newest(self) -> Checkpoint | None:
         """The newest sealed checkpoint of all iterations: of this job, else of all that used the folder.
 
         None if there is none.
@@ -178,16 +214,15 @@ class Checkpoints:
         what = f"newest() in {self.root}"
         said = keys.barrier(f"{what}, look {self._looks}", "found")
         if self._rank == 0:
-            path = self._look()
-            found = "" if path is None else str(path.relative_to(self.root))
-            self._say(said, found)
-            return path
+            newest = self._look()
+            self._say(said, str(newest.path.relative_to(self.root)) if newest else "")
+            return newest
         name = self._hear(said, what)
         if not name:
             return None
         path = self.root / name
         self._see(path, "has found", path.exists)
-        return path
+        return Checkpoint(path, folders.step_of(path))
 
     # ---- the job's part of the folder
 
@@ -218,7 +253,7 @@ class Checkpoints:
 
     # ---- what is in it
 
-    def _look(self) -> Path | None:
+    def _look(self) -> Checkpoint | None:
         found = folders.look(self.root)
         # Another job that uses the folder now may have a higher run.
         sealed = [entry for entry in found.sealed if entry.run == self._run] or found.sealed
@@ -228,7 +263,7 @@ class Checkpoints:
                 log.debug("checkpoints: %s is passed over: %s", path, why)
         if sealed:
             log.info("checkpoints: goes on from %s", sealed[0].path)
-            return sealed[0].path
+            return Checkpoint(sealed[0].path, sealed[0].step)
         torn = len(found.entries)
         level = logging.WARNING if torn else logging.INFO
         more = f"; {torn} without a seal passed over" if torn else ""
@@ -291,7 +326,7 @@ def _check_arguments(call_wrapper: object, root: object) -> Path:
     if not isinstance(call_wrapper, CallWrapper):
         raise TypeError(
             f"call_wrapper={call_wrapper!r} must be the CallWrapper that the wrapped function is given: "
-            "def train(call_wrapper: CallWrapper = None)"
+            "def train(call_wrapper: CallWrapper, ...)"
         )
     if not isinstance(root, (str, os.PathLike)) or not isinstance(os.fspath(root), str):
         raise TypeError(f"root={root!r} must be a path: a str or a pathlib.Path")

@@ -119,7 +119,7 @@ def step_of(path: str | os.PathLike[str]) -> int:
     """The step of a checkpoint, by its name.
 
     Args:
-        path: what ``newest()`` or ``folder()`` has returned.
+        path: what `Checkpoints.path` has returned.
 
     Raises:
         ValueError: it is no checkpoint's name.
@@ -192,7 +192,7 @@ def seal(root: Path, path: Path) -> None:
 
     Args:
         root: the folder of all checkpoints.
-        path: what ``folder`` has returned. A single file may have a suffix.
+        path: what ``path`` has returned. A single file may have a suffix.
 
     Raises:
         FileNotFoundError: nothing was written there.

@@ -35,7 +35,7 @@ class Seeds:
             sampler.initial_seed = seed
 
 
-def check(accelerator: Any) -> None:
+def check_prepared(accelerator: Any) -> None:
     """Refuses what would come again in each iteration, or give other weights.
 
     Raises:

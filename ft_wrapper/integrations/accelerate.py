@@ -3,7 +3,7 @@
 import sys
 from typing import Any
 
-from ..checkpoints import Checkpoints, step_of
+from ..checkpoints import Checkpoints
 from ..finalize import Finalize
 from ..initialize import Initialize
 from ..state import FrozenState
@@ -39,14 +39,14 @@ def load_newest(accelerator: Any, checkpoints: Checkpoints, **arguments: Any) ->
     Raises:
         JobAbort: nothing is prepared yet, or a state would not bring back the order of the data.
     """
-    _accelerate.check(accelerator)
+    _accelerate.check_prepared(accelerator)
     seeds = _accelerate.Seeds(accelerator)
     newest = checkpoints.newest()
     if newest is None:
         seeds.agree()
         return 0
-    accelerator.load_state(str(newest), **arguments)
-    return step_of(newest)
+    accelerator.load_state(str(newest.path), **arguments)
+    return newest.step
 
 
 def begin_step(accelerator: Any, call_wrapper: CallWrapper, step: int, seed: int = 0) -> None:
@@ -71,6 +71,6 @@ def save_state(accelerator: Any, checkpoints: Checkpoints, step: int, **argument
     Raises:
         JobAbort: as `load_newest`, of what was prepared since.
     """
-    _accelerate.check(accelerator)
-    accelerator.save_state(str(checkpoints.folder(step)), **arguments)
+    _accelerate.check_prepared(accelerator)
+    accelerator.save_state(str(checkpoints.path(step)), **arguments)
     checkpoints.seal(step)

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..checkpoints import Checkpoints, step_of
+from .. import _renamed
+from ..checkpoints import Checkpoints
 from ..exception import JobAbort
 from ..settings import as_int
 from ..wrapper import CallWrapper
@@ -37,7 +38,7 @@ class FT:
         seed: of each step's random numbers.
 
     Attributes:
-        checkpoint: for ``Trainer(callbacks=[…])``. Refuses what does not go with restarts (`JobAbort`); pings
+        callback: for ``Trainer(callbacks=[…])``. Refuses what does not go with restarts (`JobAbort`); pings
             and seeds at each batch, pings in evaluations, too; saves and seals.
 
     Raises:
@@ -54,7 +55,9 @@ class FT:
     ) -> None:
         self._checkpoints = Checkpoints(call_wrapper, root, keep)
         self._call_wrapper, self._seed = call_wrapper, seed
-        self.checkpoint = Callback(call_wrapper, self._checkpoints, as_every(every), seed)
+        self.callback = Callback(call_wrapper, self._checkpoints, as_every(every), seed)
+
+    checkpoint = _renamed.attribute("FT", "checkpoint", "callback")
 
     def trainer(self, *plugins: Any) -> dict[str, Any]:
         """For ``Trainer(**…)`` and ``Fabric(**…)``: accelerator, devices, num_nodes; plugins, with yours."""
@@ -63,28 +66,27 @@ class FT:
     def newest(self) -> str | None:
         """For ``fit(ckpt_path=…)``: the newest sealed checkpoint, the same on all ranks, or None."""
         newest = self._checkpoints.newest()
-        return None if newest is None else str(file_of(newest))
+        return None if newest is None else str(file_of(newest.path))
 
     def begin_step(self, step: int) -> None:
         """Of Fabric: pings, and seeds a step by its number and the rank. Call it behind the loader."""
         self._call_wrapper.ping(step)
-        seed(self._seed, step, self._call_wrapper.state.active_rank)
+        reseed(self._seed, step, self._call_wrapper.rank)
 
     def save(self, fabric: Any, state: dict[str, Any], step: int, loader: Any = None) -> None:
         """Of Fabric: as ``fabric.save``, with each rank's position in its loader; seals it. All ranks."""
         positions = of_all_ranks(None if loader is None else loader.state_dict())
-        fabric.save(file_of(self._checkpoints.folder(step)), {**state, LOADERS: positions})
+        fabric.save(file_of(self._checkpoints.path(step)), {**state, LOADERS: positions})
         self._checkpoints.seal(step)
 
     def load(self, fabric: Any, state: dict[str, Any], loader: Any = None) -> int:
         """Of Fabric: as ``fabric.load`` of the newest state; returns its step, or 0. All ranks."""
-        newest = self._checkpoints.newest()
-        if newest is None:
+        if (newest := self._checkpoints.newest()) is None:
             return 0
-        rest = fabric.load(file_of(newest), state)
+        rest = fabric.load(file_of(newest.path), state)
         if loader is not None:
             loader.load_state_dict(own_of(rest[LOADERS]))
-        return step_of(newest)
+        return newest.step
 
 
 class Environment(TorchElasticEnvironment):
@@ -141,7 +143,7 @@ def file_of(folder: Path) -> Path:
 LOADERS = "ft_wrapper.loaders"
 
 
-def seed(*parts: object) -> None:
+def reseed(*parts: object) -> None:
     """Makes the random numbers that follow depend on these parts alone."""
     number = random.Random(repr(parts)).getrandbits(32)
     random.seed(number)
@@ -173,7 +175,7 @@ def as_every(every: Any) -> int:
         raise JobAbort(f"FT: {error}") from error
 
 
-def check(trainer: Any) -> None:
+def check_trainer(trainer: Any) -> None:
     """Refuses what cannot work.
 
     Raises:
@@ -281,7 +283,7 @@ class Callback(Checkpoint):
 
     def setup(self, trainer: Any, *_: Any, **__: Any) -> None:
         self._sigterm = signal.getsignal(signal.SIGTERM)
-        check(trainer)
+        check_trainer(trainer)
 
     def on_load_checkpoint(self, trainer: Any, _: Any, checkpoint: dict[str, Any]) -> None:
         self._positions.load(trainer, checkpoint)
@@ -290,7 +292,7 @@ class Callback(Checkpoint):
         self._forget_handler()
         self._positions.begin(trainer)
         if not self._step and (newest := self._checkpoints.newest()) is not None:
-            self._step = step_of(newest)
+            self._step = newest.step
         if trainer.global_step < self._step:
             raise JobAbort(
                 f"FT: begins at step {trainer.global_step}, but step {self._step} is saved: pass "
@@ -299,7 +301,7 @@ class Callback(Checkpoint):
 
     def on_train_batch_start(self, trainer: Any, _: Any, __: Any, batch_idx: int) -> None:
         self._call_wrapper.ping(trainer.global_step)
-        seed(self._seed, trainer.global_step, batch_idx, trainer.global_rank)  # generators are not saved
+        reseed(self._seed, trainer.global_step, batch_idx, trainer.global_rank)  # generators are not saved
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         if not trainer.is_last_batch:  # from there Lightning would go on with the epoch after the next
@@ -309,7 +311,7 @@ class Callback(Checkpoint):
     def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
         step = trainer.global_step
         if step > self._step and step % self._every == 0:  # a step may have several batches
-            trainer.save_checkpoint(file_of(self._checkpoints.folder(step)))
+            trainer.save_checkpoint(file_of(self._checkpoints.path(step)))
             self._checkpoints.seal(step)
             self._step = step
 

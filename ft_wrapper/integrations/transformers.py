@@ -36,13 +36,13 @@ class FT:
 
     def __init__(self, call_wrapper: CallWrapper, root: str | os.PathLike[str], keep: int = 3) -> None:
         self._checkpoints = Checkpoints(call_wrapper, root, keep)
-        self.output_dir = str(self._checkpoints.folder(0).parent)  # the Trainer has the same names in it
+        self.output_dir = str(self._checkpoints.path(0).parent)  # the Trainer has the same names in it
         self.callback = _Callback(call_wrapper, self._checkpoints, self.output_dir)
 
     def newest(self) -> str | None:
         """For ``train(resume_from_checkpoint=…)``: the newest sealed checkpoint, the same on all ranks."""
         newest = self._checkpoints.newest()
-        return None if newest is None else str(newest)
+        return None if newest is None else str(newest.path)
 
 
 class _Callback(TrainerCallback):

@@ -6,6 +6,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from ft_wrapper.checkpoints import Checkpoint
+
 
 class FakeCheckpoints:
     """Notes what is sealed, and what was there then."""
@@ -14,19 +16,21 @@ class FakeCheckpoints:
         self.root, self.keep = root, keep
         self.sealed: dict[int, set[str]] = {}
 
-    def folder(self, step: int) -> Path:
+    def path(self, step: int) -> Path:
         return self.root / f"checkpoint-{step}"
 
-    def newest(self) -> Path | None:
-        return self.folder(max(self.sealed)) if self.sealed else None
+    def newest(self) -> Checkpoint | None:
+        step = max(self.sealed, default=None)
+        return None if step is None else Checkpoint(self.path(step), step)
 
     def seal(self, step: int) -> None:
-        self.sealed[step] = {path.name for path in self.folder(step).iterdir()}
+        self.sealed[step] = {path.name for path in self.path(step).iterdir()}
 
 
 class FakeCall:
     """In the place of a `CallWrapper`."""
 
+    rank = 0
     state = SimpleNamespace(active_rank=0)
 
     def __init__(self) -> None:

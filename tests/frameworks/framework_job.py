@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from ft_wrapper import CallWrapper, Wrapper, events
+from ft_wrapper import CallWrapper, Limits, Wrapper, events
 from ft_wrapper.checkpoints import Checkpoints
 from ft_wrapper.testing.inject_fault import Fault, inject_fault
 
@@ -40,8 +40,8 @@ SETTINGS: dict[str, Any] = {
     "monitor_process_interval": 0.1,
     "progress_watchdog_interval": 0.1,
     "termination_grace_time": 0.5,
-    "join_window": 0.1,
-    "use_global_iteration": True,
+    "limits": Limits(join_window=0.1),
+    "rejoin": True,
 }
 
 

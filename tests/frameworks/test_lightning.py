@@ -114,7 +114,7 @@ def data(rows: int, **arguments: Any) -> DataLoader[Any]:
 
 
 def trainer(ft: FT, *callbacks: Any, **arguments: Any) -> L.Trainer:
-    arguments = {**ft.trainer(), "max_steps": 6, "callbacks": [*callbacks, ft.checkpoint], **arguments}
+    arguments = {**ft.trainer(), "max_steps": 6, "callbacks": [*callbacks, ft.callback], **arguments}
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
     return L.Trainer(**quiet, **arguments)
 
@@ -199,9 +199,7 @@ def test_a_trainer_without_its_arguments(ft: FT) -> None:
     with pytest.raises(
         JobAbort, match=r"the Trainer has no arguments of FT: Trainer\(\*\*ft.trainer\(\), …\)"
     ):
-        L.Trainer(accelerator="cpu", devices=1, logger=False, callbacks=[ft.checkpoint]).fit(
-            Module(), data(4)
-        )
+        L.Trainer(accelerator="cpu", devices=1, logger=False, callbacks=[ft.callback]).fit(Module(), data(4))
 
 
 def test_other_plugins_are_kept(ft: FT) -> None:
@@ -263,7 +261,7 @@ import lightning as L
 import torch
 from lightning.pytorch.loggers import Logger
 
-from ft_wrapper import CallWrapper, Wrapper
+from ft_wrapper import CallWrapper, Limits, Wrapper
 from ft_wrapper.integrations.lightning import FT
 
 GRACE, SECONDS = map(float, sys.argv[1:])
@@ -304,14 +302,14 @@ def own(*_):
     pass
 
 
-@Wrapper(cleanup_timeout=GRACE, barrier_timeout=200, max_same_faults=None)
+@Wrapper(barrier_timeout=200, limits=Limits(cleanup_timeout=GRACE, max_same_faults=None))
 def train(call_wrapper: CallWrapper = None):
     slot, iteration = call_wrapper.state.active_rank, call_wrapper.iteration
     os.write(1, f"entered with {signal.getsignal(signal.SIGTERM).__qualname__}\n".encode())  # in one piece
     ft = FT(call_wrapper, "checkpoints")
     logger = Slow() if slot == 0 else False
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": logger}
-    trainer = L.Trainer(**ft.trainer(), **quiet, strategy="ddp", max_steps=4, callbacks=[ft.checkpoint])
+    trainer = L.Trainer(**ft.trainer(), **quiet, strategy="ddp", max_steps=4, callbacks=[ft.callback])
     data = torch.utils.data.DataLoader(list(torch.ones(64, 4)))
     trainer.fit(Module(iteration < 3), data, ckpt_path=ft.newest())
 

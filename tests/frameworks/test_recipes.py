@@ -19,7 +19,7 @@ SCRIPT = r"""
 import sys, weakref
 sys.path.insert(0, sys.argv[1])
 import train_recipes
-from ft_wrapper import Wrapper, find_leaks
+from ft_wrapper import Limits, Wrapper, find_leaks
 
 way, without = sys.argv[2:]
 page = f"{way}.md"
@@ -62,7 +62,7 @@ import torch
 backends = []
 
 
-@Wrapper(finalize=finalize, max_same_faults=3)
+@Wrapper(finalize=finalize, limits=Limits(max_same_faults=3))
 def train(call_wrapper=None):
     {"megatron": megatron, "deepspeed": deepspeed}[way]()
     if call_wrapper.iteration < 2:

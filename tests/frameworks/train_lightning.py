@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DistributedSampler, IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from ft_wrapper import CallWrapper
+from ft_wrapper import CallWrapper, Limits
 from ft_wrapper.integrations.lightning import FT
 
 STRATEGY = (
@@ -105,7 +105,7 @@ def with_trainer(run: Run, ft: FT) -> None:
         **ft.trainer(),
         strategy=STRATEGY,
         **{"max_epochs": run.steps // 8} if run.way == "epochs" else {"max_steps": run.steps},
-        callbacks=[ft.checkpoint],
+        callbacks=[ft.callback],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -158,4 +158,4 @@ if __name__ == "__main__":
         logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module="lightning")
     shutil.copyfile = _copy_half
-    main(train, cleanup_timeout=2.0)
+    main(train, limits=Limits(join_window=0.1, cleanup_timeout=2.0))

@@ -61,7 +61,7 @@ def megatron(run: Run, call_wrapper: CallWrapper = None) -> None:
     checkpoints = Checkpoints(call_wrapper, run.folder / "checkpoints")
     first = 0
     if (newest := checkpoints.newest()) is not None:
-        first = load(newest / f"tensor-parallel-{pair}.pt", model, optimizer)
+        first = load(newest.path / f"tensor-parallel-{pair}.pt", model, optimizer)
     for step in range(first, run.steps):
         call_wrapper.ping()
         run.at(step)
@@ -72,7 +72,7 @@ def megatron(run: Run, call_wrapper: CallWrapper = None) -> None:
             dist.all_reduce(parameter.grad, group=replicas)
         optimizer.step()
         if (step + 1) % EVERY == 0:
-            folder = checkpoints.folder(step + 1)
+            folder = checkpoints.path(step + 1)
             if parallel_state.get_data_parallel_rank() == 0:
                 folder.mkdir(exist_ok=True)
                 save(folder / f"tensor-parallel-{pair}.pt", model, optimizer, step + 1)
@@ -161,7 +161,7 @@ def train_engine(run: Run, call_wrapper: CallWrapper, engine: Any) -> None:
         engine.backward((engine(torch.randn(4, WIDTH)) - 1).square().mean())
         engine.step()
         if (step + 1) % EVERY == 0:
-            folder = checkpoints.folder(step + 1)
+            folder = checkpoints.path(step + 1)
             state = {"step": step + 1}
             engine.save_checkpoint(str(folder), tag="state", client_state=state, save_latest=False)
             checkpoints.seal(step + 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from ft_wrapper import CallWrapper
-from ft_wrapper.checkpoints import Checkpoints
+from ft_wrapper.checkpoints import Checkpoint, Checkpoints
 
 WIDTH = 24
 """Divisible by 2, 3 and 4."""
@@ -90,7 +89,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> d
     return {"model": weights, "optimizer": moments, "step": step}
 
 
-def load(model: nn.Module, optimizer: torch.optim.Optimizer, newest: Path | None) -> int:
+def load(model: nn.Module, optimizer: torch.optim.Optimizer, newest: Checkpoint | None) -> int:
     """Loads a checkpoint; returns its step."""
     if newest is None:
         return 0
@@ -123,7 +122,7 @@ class Saver:
     def save(self, state: dict[str, Any], step: int) -> None:
         """Begins to save, once the last one is sealed."""
         self.end()
-        folder = self._checkpoints.folder(step)
+        folder = self._checkpoints.path(step)
         if self._kind is None:
             dcp.save(state, checkpoint_id=folder)
             self._checkpoints.seal(step)
@@ -214,7 +213,7 @@ def save_file(
     """Rank 0 writes the state, and each rank where its loader stands."""
     if step % EVERY:
         return
-    folder = checkpoints.folder(step)
+    folder = checkpoints.path(step)
     folder.mkdir(exist_ok=True)
     if dist.get_rank() == 0:
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
@@ -229,11 +228,11 @@ def load_file(checkpoints: Checkpoints, model: nn.Module, optimizer: Any, loader
     newest = checkpoints.newest()
     if newest is None:
         return 0
-    state = torch.load(newest / "state.pt")
+    state = torch.load(newest.path / "state.pt")
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     if loader is not None:
-        loader.load_state_dict(torch.load(newest / f"loader-{dist.get_rank()}.pt", weights_only=False))
+        loader.load_state_dict(torch.load(newest.path / f"loader-{dist.get_rank()}.pt", weights_only=False))
     step: int = state["step"]
     return step
 

@@ -20,7 +20,7 @@ import argparse, sys
 sys.path.insert(0, {str(EXAMPLES)!r})
 import fsdp2_dcp as example
 from torch.distributed.checkpoint import FileSystemWriter
-from ft_wrapper.checkpoints import step_of
+from ft_wrapper.checkpoints.folders import step_of
 from ft_wrapper.testing.inject_fault import Injector
 
 injector, batch, write = Injector.from_env({{fired!r}}), example.batch, FileSystemWriter.write_data

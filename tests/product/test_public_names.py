@@ -38,7 +38,7 @@ NAMES = {
     "integrations.accelerate": "ForgetAccelerate load_newest begin_step save_state",
     "testing": "FakeStore EtcdServer",
     "testing.inject_fault": "Fault FaultSpec InjectInitialize InjectFinalize inject_fault",
-    "checkpoints": "Checkpoints step_of",
+    "checkpoints": "Checkpoint Checkpoints",
     "report": "Report Restart PHASES make_reports",
     "report.goodput": "BUCKETS Goodput make_goodput",
     "report.jobs": "by_job",
@@ -56,7 +56,10 @@ ON_EVERY_STORE = (
     "get_iteration_for_rank"
 )
 ON_STATE = "from_env freeze set_distributed_vars advance copy_from sync_with_global_iteration"
-ON_CALL_WRAPPER = "iteration atomic disable_hang_protection state store faults device"
+ON_CALL_WRAPPER = (
+    "iteration ping step atomic disable_hang_protection state store faults device rank world_size is_spare "
+    "process_group"
+)
 
 
 @pytest.mark.parametrize("module", NAMES)

@@ -14,27 +14,27 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_harness import SETTINGS, Job, Rank, Template, running
+from rank_harness import SETTINGS, Job, Rank, Template, running, with_limits
 
 from ft_wrapper import CallWrapper, Wrapper
-from ft_wrapper.checkpoints import Checkpoints, folders, step_of
+from ft_wrapper.checkpoints import Checkpoint, Checkpoints, folders
 from ft_wrapper.finalize import Finalize
 from ft_wrapper.state import FrozenState
 
 
 def write(checkpoints: Checkpoints, step: int, rank: int) -> Path:
     """A rank's part of a checkpoint."""
-    path = checkpoints.folder(step)
+    path = checkpoints.path(step)
     path.mkdir(exist_ok=True)
     (path / f"part-{rank}").write_text(str(step))
     return path
 
 
-def parts(path: Path | None) -> list[Any] | None:
+def parts(found: Checkpoint | None) -> list[Any] | None:
     """Step and parts of a checkpoint."""
-    if path is None:
+    if found is None:
         return None
-    return [step_of(path), *sorted(name for name in os.listdir(path) if name.startswith("part-"))]
+    return [found.step, *sorted(name for name in os.listdir(found) if name.startswith("part-"))]
 
 
 # ---- a job, from its first checkpoint to its next start
@@ -57,7 +57,7 @@ def trains(rank: Rank, root: str) -> Any:
             rank.hang()
         newest = checkpoints.newest()
         assert newest is not None
-        return [begins_with, parts(newest), str(newest.relative_to(root))]
+        return [begins_with, parts(newest), str(newest.path.relative_to(root))]
 
     return train()
 
@@ -90,7 +90,7 @@ def starts_again(rank: Rank, root: str) -> Any:
             rank.hang()
         newest = checkpoints.newest()
         assert newest is not None
-        return [begins_with, str(newest.relative_to(root))]
+        return [begins_with, str(newest.path.relative_to(root))]
 
     return train()
 
@@ -153,7 +153,7 @@ def begins_and_dies(rank: Rank, root: str) -> Any:
     @Wrapper(**SETTINGS)
     def train(call_wrapper: CallWrapper) -> Any:
         checkpoints = Checkpoints(call_wrapper, root)
-        return str(checkpoints.folder(1).relative_to(root))
+        return str(checkpoints.path(1).relative_to(root))
 
     return train()
 
@@ -197,7 +197,7 @@ def test_nothing_is_sealed_without_a_rank_that_failed_in_mid_save(job: Job, tmp_
 def late(rank: Rank, root: str) -> Any:
     settings = {**SETTINGS, "max_same_faults": 1}
 
-    @Wrapper(**settings)
+    @Wrapper(**with_limits(**settings))
     def train(call_wrapper: CallWrapper) -> None:
         checkpoints = Checkpoints(call_wrapper, root, timeout=1.0)
         write(checkpoints, 5, rank.slot)
@@ -220,7 +220,7 @@ def test_a_seal_that_does_not_come_names_who_is_missing(job: Job, tmp_path: Path
 def rank_0_is_late(rank: Rank, root: str, where: str) -> Any:
     settings = {**SETTINGS, "max_same_faults": 1}
 
-    @Wrapper(**settings)
+    @Wrapper(**with_limits(**settings))
     def train(call_wrapper: CallWrapper) -> None:
         if where == "Checkpoints" and rank.slot == 0:
             rank.hang()
@@ -411,8 +411,8 @@ def misuses(rank: Rank, root: str) -> Any:
         for call in (
             lambda: old[0].newest(),
             lambda: old[0].seal(1),
-            lambda: checkpoints.folder(1),
-            lambda: checkpoints.folder(-1),
+            lambda: checkpoints.path(1),
+            lambda: checkpoints.path(-1),
             lambda: checkpoints.seal("2"),  # type: ignore[arg-type]
             lambda: checkpoints.seal(2),
         ):
@@ -446,7 +446,7 @@ def sees_another_folder(rank: Rank, root: str) -> Any:
     ft_wrapper.checkpoints._SEEN_WITHIN = 0.2
     settings = {**SETTINGS, "max_same_faults": 1}
 
-    @Wrapper(**settings)
+    @Wrapper(**with_limits(**settings))
     def train(call_wrapper: CallWrapper) -> None:
         if rank.slot == 1:  # as on another node, whose own disk has such a run, of an earlier job
             folders.job_of = lambda root, run: "an earlier job"
@@ -545,8 +545,8 @@ def shares(rank: Rank, root: str, job: str) -> Any:
     def train(call_wrapper: CallWrapper) -> Any:
         checkpoints = Checkpoints(call_wrapper, root, keep=1)
         newest = checkpoints.newest()
-        rank.say("in", newest=newest and str(newest.relative_to(root)))
-        step = 0 if newest is None else step_of(newest)
+        rank.say("in", newest=newest and str(newest.path.relative_to(root)))
+        step = 0 if newest is None else newest.step
         while (order := rank.hear()) in ("save", "seal"):
             step += 1
             path = write(checkpoints, step, rank.slot)
@@ -626,7 +626,7 @@ def a_folder_that_is_taken_away(rank: Rank, root: str) -> Any:
             rank.say("in")
             assert rank.hear() == "fail"
             raise ValueError
-        return str(checkpoints.folder(1).relative_to(root))
+        return str(checkpoints.path(1).relative_to(root))
 
     return train()
 
@@ -663,7 +663,7 @@ def saves_on_a_full_disk(rank: Rank, root: str, small: str) -> Any:
     # Importing what DCP needs takes seconds of CPU.
     settings = {**SETTINGS, "soft_timeout": 80.0, "hard_timeout": 90.0, "barrier_timeout": 100.0}
 
-    @Wrapper(**settings)
+    @Wrapper(**with_limits(**settings))
     def train(call_wrapper: CallWrapper) -> Any:
         dist.init_process_group("gloo")
         checkpoints = Checkpoints(call_wrapper, root)
@@ -674,7 +674,7 @@ def saves_on_a_full_disk(rank: Rank, root: str, small: str) -> Any:
             return [os.getpid(), state["step"], float(state[f"weight-{dist.get_rank()}"].sum())]  # type: ignore
         for step in (1, 2):
             state = {f"weight-{dist.get_rank()}": torch.full((100_000,), float(step)), "step": step}
-            folder = checkpoints.folder(step)
+            folder = checkpoints.path(step)
             if step == 2 and dist.get_rank() == 1:
                 folder.mkdir(exist_ok=True)
                 (folder / "__1_0.distcp").symlink_to(Path(small, "part"))
