@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ft_wrapper import CallWrapper, Wrapper
 
 
-@Wrapper(use_global_iteration=True)
-def train(path, steps, call_wrapper: CallWrapper = None):
+@Wrapper
+def train(call_wrapper: CallWrapper, path, steps):
     torch.manual_seed(0)
     dist.init_process_group("gloo")
     model = torch.nn.Linear(8, 1)

@@ -27,8 +27,8 @@ def state_of(model, optimizer, step):
     return {"model": weights, "optimizer": moments, "step": step}
 
 
-@Wrapper(use_global_iteration=True)
-def train(args, call_wrapper: CallWrapper = None):
+@Wrapper
+def train(call_wrapper: CallWrapper, args):
     dist.init_process_group("gloo")
     # An asynchronous save talks while training does: in a group of its own, never in the default one.
     saver = dist.new_group(backend="gloo") if args.asynchronous else None
@@ -52,7 +52,7 @@ def train(args, call_wrapper: CallWrapper = None):
         optimizer.zero_grad()
         done = step + 1
         if done % args.every == 0 or done == args.steps:
-            state, folder = state_of(model, optimizer, done), checkpoints.folder(done)
+            state, folder = state_of(model, optimizer, done), checkpoints.path(done)
             finish(saving, checkpoints)
             if args.asynchronous:
                 saving = [(done, dcp.async_save(state, checkpoint_id=folder, process_group=saver))]

@@ -21,8 +21,8 @@ def batch(step):
     return torch.randn(16, 32, generator=generator)
 
 
-@Wrapper(use_global_iteration=True)
-def train(steps, call_wrapper: CallWrapper = None):
+@Wrapper
+def train(call_wrapper: CallWrapper, steps):
     dist.init_process_group("gloo")
     live = LiveState(call_wrapper, build, seed=0)
     ddp = live.data_parallel(find_unused_parameters=True)

@@ -23,11 +23,8 @@ def batch(step):
 
 # The ranks of a replica stay together. A lost one's place is taken by a spare, which receives the lost shard
 # from the other replica.
-@Wrapper(
-    use_global_iteration=True,
-    rank_assignment=Compose(MaxActiveWorldSize(REPLICAS * SHARDS), ReplicaGroups(SHARDS)),
-)
-def train(steps, call_wrapper: CallWrapper = None):
+@Wrapper(rank_assignment=Compose(MaxActiveWorldSize(REPLICAS * SHARDS), ReplicaGroups(SHARDS)))
+def train(call_wrapper: CallWrapper, steps):
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size() // SHARDS, SHARDS), mesh_dim_names=("dp", "fsdp"))
 

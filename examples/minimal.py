@@ -10,7 +10,7 @@ from ft_wrapper import CallWrapper, Wrapper
 
 
 @Wrapper
-def train(steps, call_wrapper: CallWrapper = None):
+def train(call_wrapper: CallWrapper, steps):
     dist.init_process_group("gloo")
     for step in range(steps):
         total = torch.ones(1) * step

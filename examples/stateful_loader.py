@@ -55,8 +55,8 @@ def save(folder, step, epoch, loader, model, optimizer):
         os.replace(os.path.join(folder, "part"), path)
 
 
-@Wrapper(use_global_iteration=True)
-def train(folder, fails, call_wrapper: CallWrapper = None):
+@Wrapper
+def train(call_wrapper: CallWrapper, folder, fails):
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 1)

@@ -233,7 +233,7 @@ def no_fault(where: str, **place: int) -> None:
     """What happens where a fault could be injected, as long as no one asks for one."""
 
 
-def train(args: argparse.Namespace, inject=no_fault, call_wrapper: CallWrapper = None):
+def train(call_wrapper: CallWrapper, args: argparse.Namespace, inject=no_fault):
     """Trains from the newest checkpoint on. Entered again, with the same arguments, after every fault.
 
     Args:
@@ -383,7 +383,7 @@ def main() -> None:
         hard_timeout=args.hard_timeout,
         heartbeat_timeout=args.heartbeat_timeout,
         min_world_size=args.min_ranks,
-        use_global_iteration=True,
+        rejoin=True,
         **plugins,
     )(train)
     result = wrapped(args, inject)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+import inspect
 import os
 import re
 import signal
@@ -17,7 +19,7 @@ import pytest
 import torch
 from support.warm_ftrun import start_ftrun, start_python
 
-from ft_wrapper import events
+from ft_wrapper import Wrapper, events
 from ft_wrapper.testing.inject_fault import ENV, parse_faults
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -44,6 +46,15 @@ def load(name: str, folder: Path = EXAMPLES) -> types.ModuleType:
         for imported in {name, "committed", "launcher", "scrapes", "table"} - before:
             sys.modules.pop(imported, None)
     return module
+
+
+@pytest.mark.parametrize("path", [*EXAMPLES.rglob("*.py")], ids=lambda path: str(path.relative_to(EXAMPLES)))
+def test_examples_use_no_old_form(path: Path) -> None:
+    found = ast.walk(ast.parse(path.read_text()))
+    calls = [node for node in found if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    given = {keyword.arg for call in calls if call.func.id == "Wrapper" for keyword in call.keywords}
+    assert given - {None} <= inspect.signature(Wrapper).parameters.keys() - {"use_global_iteration"}
+    assert not re.search(r"\bstep_of\b|\bcheckpoints\.folder\(|\bft\.checkpoint\b", path.read_text())
 
 
 def run(*command: object, **environment: str) -> subprocess.CompletedProcess[str]:
