@@ -91,10 +91,9 @@ def remove_nodes(
         return node is not None and node.name in names
 
     lost = tuple(seat for seat in record.seats if goes(seat.occupant))
-    if record.complete:
-        seats = tuple(replace(seat, occupant=None) if goes(seat.occupant) else seat for seat in record.seats)
-    else:
-        seats = tuple(seat for seat in record.seats if not goes(seat.occupant))
+    seats = tuple(seat.vacate(record.drains) if goes(seat.occupant) else seat for seat in record.seats)
+    if not record.complete:
+        seats = tuple(seat for seat in seats if seat.occupant is not None)
     hosts = record.policy is RoundPolicy.RANK and any(record.hosts_workers(seat) for seat in lost)
     left = replace(
         record,
@@ -233,7 +232,7 @@ def _admit_to_next_round(
             return _replace_node(record, before, node)
         if before == node and admission.leaves != record.round:
             return record  # an outdated admission
-        seats = tuple(replace(one, occupant=None) if one is seat else one for one in record.seats)
+        seats = tuple(one.vacate() if one is seat else one for one in record.seats)
         record, rank = replace(record, seats=seats), seat.group_rank
     elif record.is_full:
         return replace(record, spares=(*record.spares, node))
@@ -267,7 +266,7 @@ def _take_seat(record: RendezvousRecord, node: Node) -> RendezvousRecord | None:
     fitting = [seat for seat in record.seats if seat.fits(node)]
     if fitting:
         best = next((seat for seat in fitting if seat.last == node.id), fitting[0])
-        taken = replace(best, occupant=node, last=node.id)
+        taken = replace(best, occupant=node, last=node.id, address="", was_drained=False)
         return replace(record, seats=tuple(taken if seat is best else seat for seat in record.seats))
     seat = Seat(len(record.seats), record.next_slot, node.nproc, node.role, node, node.id)
     return replace(record, seats=(*record.seats, seat), next_slot=record.next_slot + node.nproc)
@@ -279,14 +278,11 @@ def _replace_node(record: RendezvousRecord, before: Node, node: Node) -> Rendezv
     def other(old: Node) -> Node:
         return node if before.is_same(old) else old
 
+    own = record.seat_of(before)
+    taken = own and replace(own, occupant=node, nproc=node.nproc, role=node.role)
     return replace(
         record,
-        seats=tuple(
-            replace(seat, occupant=node, nproc=node.nproc, role=node.role)
-            if before.is_same(seat.occupant)
-            else seat
-            for seat in record.seats
-        ),
+        seats=tuple(taken if taken and one is own else one for one in record.seats),
         waiting=tuple(replace(w, node=other(w.node)) for w in record.waiting),
         spares=tuple(map(other, record.spares)),
     )

@@ -9,10 +9,10 @@ import dataclasses
 import enum
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-FORMAT = 2
+FORMAT = 3
 
 
 class RoundPolicy(enum.StrEnum):
@@ -78,6 +78,8 @@ class Seat:
         role: name of what the ranks do.
         occupant: the node that has the seat; None if that node was lost.
         last: id of the last node that had the seat.
+        address: of the node that has left the seat; empty while there is an occupant.
+        was_drained: whether that node was asked to leave.
     """
 
     group_rank: int | None
@@ -86,6 +88,14 @@ class Seat:
     role: str
     occupant: Node | None
     last: str
+    address: str = ""
+    was_drained: bool = False
+
+    def vacate(self, drains: Iterable["Drain"] = ()) -> "Seat":
+        """The seat once its occupant has left, which these drains may have asked it to."""
+        name, address = (self.occupant.name, self.occupant.address) if self.occupant else ("", "")
+        asked = {drain.node for drain in drains}
+        return dataclasses.replace(self, occupant=None, address=address, was_drained=name in asked)
 
     def fits(self, node: Node) -> bool:
         """Whether a node could take the seat."""
@@ -274,10 +284,8 @@ class RendezvousRecord:
             fields["seats"] = tuple(_seat(*seat) for seat in fields["seats"])
             fields["waiting"] = tuple(Waiting(Node(*node), rank) for node, rank in fields["waiting"])
             fields["spares"] = tuple(Node(*node) for node in fields["spares"])
-            fields["drains"] = tuple(
-                Drain(node, tuple(slots), *more) for node, slots, *more in fields["drains"]
-            )
-            quarantine = fields["quarantine"]
+            drains, quarantine = fields["drains"], fields["quarantine"]
+            fields["drains"] = tuple(Drain(node, tuple(slots), *more) for node, slots, *more in drains)
             fields["quarantine"] = tuple(QuarantinedNode(Node(*node), *more) for node, *more in quarantine)
             return cls(**fields)
 
@@ -304,8 +312,8 @@ def _to_json(value: object) -> str:
     return json.dumps(value, default=lambda one: list(vars(one).values()), separators=(",", ":"))
 
 
-def _seat(group_rank: int | None, slot: int, nproc: int, role: str, node: Any, last: str) -> Seat:
-    return Seat(group_rank, slot, nproc, role, node and Node(*node), last)
+def _seat(group_rank: int | None, slot: int, nproc: int, role: str, node: Any, *last: Any) -> Seat:
+    return Seat(group_rank, slot, nproc, role, node and Node(*node), *last)
 
 
 @contextlib.contextmanager
