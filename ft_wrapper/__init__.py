@@ -1,36 +1,19 @@
-"""Keeps distributed PyTorch training going through faults, inside the processes that survive them."""
+"""Keeps distributed PyTorch training going through faults, inside the processes that survive them.
 
-__version__ = "0.3.0"
+Names are loaded at their first use: ``ftrun report`` and the like need no torch. ``__init__.pyi`` lists them.
+"""
 
-from . import abort as abort
-from . import attribution as attribution
-from . import completion as completion
+import os
+
+from . import _lazy
 from . import exception as exception
-from . import finalize as finalize
-from . import health_check as health_check
-from . import initialize as initialize
-from . import nested_restarter as nested_restarter
-from . import rank_assignment as rank_assignment
-from . import state as state
-from . import store as store
-from . import terminate as terminate
+from . import log_lines as _log_lines
 from ._renamed import of_module as _of_module
-from .compose import Compose as Compose
-from .live import LiveState as LiveState
-from .log_lines import install as _install_log_handler
-from .restart.report import RestartReport as RestartReport
-from .restart.settings import Limits as Limits
-from .state import FrozenState as FrozenState
-from .state import Mode as Mode
-from .state import State as State
-from .torch_groups.leaks import Leak as Leak
-from .torch_groups.leaks import Leftover as Leftover
-from .torch_groups.leaks import find_leaks as find_leaks
-from .torch_groups.leaks import leftovers as leftovers
-from .wrapper import CallWrapper as CallWrapper
-from .wrapper import Wrapper as Wrapper
+from ._version import __version__ as __version__
 
-_install_log_handler()
+__getattr__, __dir__, __all__ = _lazy.attach(__name__, __path__[0])
+if "FT_WRAPPER_AGENT" in os.environ:  # a rank of ftrun
+    _log_lines.install()
 # Not in that module itself, which decides nothing and warns of nothing.
 _names = {"Drained": "RankDrained", "Excluded": "RankExcluded"}
 vars(exception)["__getattr__"] = _of_module(exception.__name__, vars(exception), _names)

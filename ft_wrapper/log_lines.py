@@ -29,10 +29,15 @@ def note_node(number: int) -> None:
     _node = number
 
 
-def note_slot(number: int) -> None:
-    """Sets the slot in the lines of this process, a rank: its rank at the job's start."""
+def begin_rank(slot: int) -> None:
+    """Has this process, a rank, show its lines unless the program does; called with each wrapped call.
+
+    Args:
+        slot: its rank at the job's start, for the lines.
+    """
     global _slot
-    _slot = number
+    _slot = slot
+    install()
 
 
 def choose_format(form: str) -> None:
@@ -43,24 +48,8 @@ def choose_format(form: str) -> None:
 
 def chosen_format() -> str:
     """How the lines of this process look: what was set, else what the environment says, else ``text``."""
-    if _format is not None:
-        return _format
-    said = os.environ.get(FORMAT_ENV, TEXT)
+    said = _format or os.environ.get(FORMAT_ENV, TEXT)
     return said if said in FORMATS else TEXT
-
-
-def level_of_ftrun() -> str:
-    """What ``LOGLEVEL`` says, else ``INFO``. torch reads it, too, as its elastic package is imported.
-
-    Raises:
-        SystemExit: it is no level, as torch would say with a traceback (2; one line on stderr).
-    """
-    said = os.environ.get("LOGLEVEL", "INFO")
-    if said not in logging.getLevelNamesMapping():
-        known = ", ".join(logging.getLevelNamesMapping())
-        print(f"ftrun: error: LOGLEVEL={said}: there is no such level; use {known}", file=sys.stderr)
-        sys.exit(2)
-    return said
 
 
 def make_formatter(program: str | None = None) -> logging.Formatter:
@@ -119,9 +108,8 @@ class JsonFormatter(LineFormatter):
             "rank": int(rank) if rank.isdecimal() else None,
             "slot": _slot if self._program is None else None,
             "message": without_secrets(record.getMessage()),
+            "exception": without_secrets(self.formatException(record.exc_info)) if record.exc_info else None,
         }
-        if record.exc_info:
-            fields["exception"] = without_secrets(self.formatException(record.exc_info))
         given = {name: value for name, value in fields.items() if value is not None}
         return json.dumps(given, ensure_ascii=False)
 
@@ -146,24 +134,22 @@ class DefaultHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
     def emit(self, record: logging.LogRecord) -> None:
         """Writes a line, unless another handler does."""
-        if logging.getLogger().handlers or len(logging.getLogger(NAME).handlers) > 1:
-            return
-        super().emit(record)
+        if not logging.getLogger().handlers and len(logging.getLogger(NAME).handlers) == 1:
+            super().emit(record)
 
 
 def install() -> None:
-    """Puts a `DefaultHandler` on this package's logger; called once, when the package is imported."""
+    """Puts a `DefaultHandler` on this package's logger, if there is none."""
     logger = logging.getLogger(NAME)
+    if any(isinstance(handler, DefaultHandler) for handler in logger.handlers):
+        return
     logger.addHandler(DefaultHandler())
-    said = os.environ.get(FORMAT_ENV, TEXT)
-    if said not in FORMATS:
-        logger.warning("%s=%s: use text or json; the lines are text", FORMAT_ENV, said)
+    if os.environ.get(FORMAT_ENV, TEXT) not in FORMATS:
+        words = "%s=%s: use text or json; the lines are text"
+        logger.warning(words, FORMAT_ENV, os.environ[FORMAT_ENV])
 
 
 def _node_name() -> str:
     if _node is not None:
         return str(_node)
-    for variable in ("GROUP_RANK", "SLURM_NODEID"):
-        if os.environ.get(variable):
-            return os.environ[variable]
-    return socket.gethostname()
+    return os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID") or socket.gethostname()

@@ -8,9 +8,20 @@ script that uses no wrapper is ended, or restarted, as a whole. Options have tor
 ``ftrun restart`` and ``ftrun stop`` control a running one.
 """
 
-from .cli.run import command, main, parse_args, run
+from typing import Any
 
-__all__ = ["command", "main", "parse_args", "run"]
+from .cli.main import command, main
+
+__all__ = ["command", "main", "parse_args", "run"]  # noqa: F822
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("parse_args", "run"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .cli import run  # it needs torch
+
+    return getattr(run, name)
+
 
 if __name__ == "__main__":
     command()

@@ -154,10 +154,12 @@ class Nodes:
     Attributes:
         inbox: news from the others.
         agent: what this node's ranks find in ``FT_WRAPPER_AGENT``.
+        store: address of the store in which wrapped ranks of the present round agree; empty before the first.
     """
 
     def __init__(self) -> None:
         self.inbox = Inbox()
+        self.store = ""
         self.agent = service_name()
 
     def next_round(self) -> Round:
@@ -306,6 +308,7 @@ def run_rounds(nodes: Nodes, workers: Workers, signals: SignalQueue) -> End:
         try:
             with nodes.inbox.unattended(), signals.raised():
                 where = nodes.next_round()
+            nodes.store = where.store
             note_node(where.group_rank)
             workers.start(where)
             if where.group_rank == 0:

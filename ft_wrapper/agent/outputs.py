@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TextIO
@@ -162,24 +162,6 @@ def opened(path: str, files: ExitStack) -> int | None:
         OSError: it cannot be opened.
     """
     return files.enter_context(open(path, "wb", opener=owners_only)).fileno() if path else None
-
-
-def until_unread(command: Callable[[], int]) -> int:
-    """Carries out a command that prints; a reader that has read enough, such as ``head``, ends it quietly.
-
-    Args:
-        command: returns its exit code.
-
-    Returns:
-        That, or 128 + SIGPIPE, as a shell has it.
-    """
-    try:
-        code = command()
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes once more, at its end
-        return 128 + signal.SIGPIPE
 
 
 class Tail:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ..exception import RestartTimeout, StoreUnavailable
-from ..store.bounded import call_in_thread
 from .verdict import JobResult
 
 T = TypeVar("T")
@@ -125,6 +124,8 @@ def interruptible(ask: Callable[[], T], seconds: float | None) -> T:
     Raises:
         StoreUnavailable: a signal came, or it took longer.
     """
+    from ..store.bounded import call_in_thread  # with torch, which not every command of ftrun needs
+
     try:
         with raised():
             return call_in_thread(ask, "asking the store", seconds)

@@ -54,7 +54,9 @@ BOOT = (
     "import sys; "
     # Not the working directory, in which anything may lie: the rank puts its script's own one there.
     "sys.path[:] = [*filter(None, sys.path), sys.argv[1]]; "
-    "from ft_wrapper.agent.standby import main; main()"
+    "from ft_wrapper.agent.standby import main; "
+    "from ft_wrapper import *; "  # what a script may import
+    "main()"
 )
 
 _MAX_MESSAGE = 1 << 20

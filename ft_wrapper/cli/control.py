@@ -27,8 +27,9 @@ from ..rendezvous.record import RendezvousRecord
 from ..rendezvous.register import RecordRegister
 from ..settings import LONGEST
 from ..store import StoreMixin
-from ..store.plan import ANNOUNCED
-from .status import ENDPOINT, check_endpoint, meeting_place, open_store, ranks_store, read_record
+from ..store.address import ANNOUNCED, ENDPOINT, canonical
+from ..store.plan import opened_by_tool
+from .stores import TIMEOUT, meeting_place, ranks_store, read_record
 
 #: Seconds from a drain until ranks are ended that have not come to their next step, by default.
 WITHIN = 30.0
@@ -40,28 +41,22 @@ class Refused(Exception):
     """What was asked for is not done; says why."""
 
 
-class Job:
-    """A job's stores. A context manager.
+class JobStores:
+    """A job's stores.
 
     Args:
         endpoint: what a user calls the job.
+        opened: closes the stores.
 
     Raises:
         StoreError: the store where its nodes meet, or its ranks agree, cannot be reached.
     """
 
-    def __init__(self, endpoint: str) -> None:
-        with contextlib.ExitStack() as opened:
-            self._endpoint = endpoint
-            self._store = open_store(meeting_place(endpoint), opened)
-            self._record = self.record()
-            self._opened = opened.pop_all()
-
-    def __enter__(self) -> "Job":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._opened.close()
+    def __init__(self, endpoint: str, opened: contextlib.ExitStack) -> None:
+        self._endpoint = endpoint
+        self._opened = opened
+        self._store = opened.enter_context(opened_by_tool(meeting_place(endpoint), TIMEOUT))
+        self._record = self.record()
 
     def record(self) -> RendezvousRecord | None:
         """What the nodes have agreed on; None if no node meets others there."""
@@ -79,7 +74,7 @@ class Job:
         if self._record.closed:
             raise Refused("the job is over")
         address = ranks_store(self._endpoint, self._store, self._record)
-        return open_store(address, self._opened) if address else None
+        return self._opened.enter_context(opened_by_tool(address, TIMEOUT)) if address else None
 
     def change(self, change: Callable[[RendezvousRecord], RendezvousRecord]) -> RendezvousRecord:
         """Changes the record of the nodes.
@@ -92,10 +87,8 @@ class Job:
             ValueError: by ``change``.
         """
         if self._record is None:
-            raise Refused(
-                f"no node of ftrun meets others at {self._endpoint}; give the --rdzv-endpoint of the job, or "
-                "on one node what ftrun says at the start"
-            )
+            where = f"no node of ftrun meets others at {self._endpoint}"
+            raise Refused(f"{where}; give the job's --rdzv-endpoint, or on one node what ftrun prints")
         return RecordRegister(self._store, self._record).change(change)
 
 
@@ -117,7 +110,8 @@ def drain(endpoint: str, target: str, within: float, why: str) -> str:
         StoreError: a store cannot be used.
         ValueError: there is no such node or slot.
     """
-    with Job(endpoint) as job:
+    with contextlib.ExitStack() as opened:
+        job = JobStores(endpoint, opened)
         ranks = job.ranks()
         slots, least = (set[int](), 0) if ranks is None else drains.living_slots(ranks)
 
@@ -174,7 +168,8 @@ def restart(endpoint: str, why: str) -> str:
         Refused: no iteration is on.
         StoreError: a store cannot be used.
     """
-    with Job(endpoint) as job:
+    with contextlib.ExitStack() as opened:
+        job = JobStores(endpoint, opened)
         ranks = job.ranks()
         view = None if ranks is None else Agreement(ranks).iterations.read_current()
         if ranks is None or view is None:
@@ -209,7 +204,8 @@ def stop(endpoint: str, why: str) -> str:
             raise Refused("the job is over")
         return moves.close(record, why, JobResult(DONE, why, verdict="stopped").to_text())
 
-    with Job(endpoint) as job:
+    with contextlib.ExitStack() as opened:
+        job = JobStores(endpoint, opened)
         job.change(closed)
     return "all nodes end their ranks"
 
@@ -218,64 +214,52 @@ def stop(endpoint: str, why: str) -> str:
 
 
 def _parser(name: str, what: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"ftrun {name}", description=what, allow_abbrev=False)
+    parser = argparse.ArgumentParser(f"ftrun {name}", description=what, allow_abbrev=False)
     if name == "drain":
-        parser.add_argument(
-            "target",
-            metavar="NODE|SLOT",
-            help="a node's id, or a slot's number where no node has that id (write node:ID or slot:N to "
-            "be sure); 'ftrun status' shows both",
+        what = (
+            "a node's id, or a slot's number where no node has that id (write node:ID or slot:N to be sure); "
         )
-    parser.add_argument(
-        "endpoint",
-        nargs="?",
-        default=os.environ.get(ANNOUNCED),
-        metavar="ENDPOINT",
-        help=f"{ENDPOINT}: where the nodes meet; on one node, the endpoint that ftrun prints at the start",
-    )
+        parser.add_argument("target", metavar="NODE|SLOT", help=f"{what}'ftrun status' shows both")
+    what = f"{ENDPOINT}: where the nodes meet; on one node, the endpoint that ftrun prints at the start"
+    given = os.environ.get(ANNOUNCED, "")
+    parser.add_argument("endpoint", nargs="?", default=given, metavar="ENDPOINT", help=what)
     parser.add_argument("--why", default="", metavar="TEXT", help="goes into the log of the job")
     return parser
 
 
 def _carry_out(name: str, args: argparse.Namespace, command: Callable[[str, str], str]) -> int:
-    """Runs a command; returns 0, 1 if it was refused, 2 if the job cannot be reached."""
-    endpoint, asked_by = args.endpoint or "", f"ftrun {name} on {socket.gethostname()}"
+    """Runs a command; returns 0, or 1 if it was refused."""
+    asked_by = f"ftrun {name} on {socket.gethostname()}"
+    canonical(args.endpoint)
     try:
-        check_endpoint(endpoint)
-        print(command(endpoint, f"{asked_by}: {args.why}" if args.why else asked_by))
+        print(command(args.endpoint, f"{asked_by}: {args.why}" if args.why else asked_by))
     except (Refused, drains.TooFew) as error:
         print(f"ftrun {name}: refused: {without_secrets(str(error))}", file=sys.stderr)
         return 1
-    except (StoreError, DistError, RendezvousError, ImportError, ValueError) as error:
-        print(f"ftrun {name}: error: {without_secrets(str(error))}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    except RendezvousError as error:
+        raise StoreError(str(error)) from error
     return 0
 
 
-def main_drain(argv: Sequence[str] | None = None) -> int:
+def main_drain(argv: Sequence[str]) -> int:
     """``ftrun drain``.
 
     Args:
-        argv: the arguments; ``sys.argv`` without the program's name when None.
+        argv: the arguments.
 
     Returns:
-        0; 1 if too few ranks would be left, or they have not left in time; 2 if an argument is wrong, or the
-        job cannot be reached.
+        0; 1 if too few ranks would be left, or they have not left in time.
+
+    Raises:
+        StoreError: the job cannot be reached.
+        ValueError: an argument is wrong.
+        SystemExit: an argument is wrong (2; said on stderr).
     """
-    parser = _parser(
-        "drain",
-        "Removes the ranks of a node, or one rank, from a running job when their next step begins: spares "
-        "take over, or the others continue. They are not restarted, and a node leaves when its ranks have.",
-    )
-    parser.add_argument(
-        "--within",
-        type=float,
-        default=WITHIN,
-        metavar="SECONDS",
-        help=f"after this long, terminate ranks that have not left (default: {WITHIN:g})",
-    )
+    what = "Removes the ranks of a node, or one rank, from a running job when their next step begins: spares "
+    what += "take over, or the others continue; they are not restarted. A node leaves when its ranks have."
+    parser = _parser("drain", what)
+    what = f"after this long, terminate ranks that have not left (default: {WITHIN:g})"
+    parser.add_argument("--within", type=float, default=WITHIN, metavar="SECONDS", help=what)
     args = parser.parse_args(argv)
     if not re.fullmatch(r"slot:\d+|node:.+|(?!slot:|node:).+", args.target, re.DOTALL):
         parser.error(f"{args.target!r}: name a node or a slot: NODE, node:ID, SLOT or slot:N")
@@ -284,13 +268,13 @@ def main_drain(argv: Sequence[str] | None = None) -> int:
     return _carry_out("drain", args, lambda endpoint, why: drain(endpoint, args.target, args.within, why))
 
 
-def main_restart(argv: Sequence[str] | None = None) -> int:
-    """``ftrun restart``; arguments and result as for `main_drain`."""
+def main_restart(argv: Sequence[str]) -> int:
+    """``ftrun restart``; arguments, result and errors as for `main_drain`."""
     what = "Ends the iteration of a running job: its ranks enter the function again, in the same processes."
     return _carry_out("restart", _parser("restart", what).parse_args(argv), restart)
 
 
-def main_stop(argv: Sequence[str] | None = None) -> int:
-    """``ftrun stop``; arguments and result as for `main_drain`."""
+def main_stop(argv: Sequence[str]) -> int:
+    """``ftrun stop``; arguments, result and errors as for `main_drain`."""
     what = "Ends a job: on all nodes the ranks get SIGTERM, and time to end. Each ftrun exits with 0."
     return _carry_out("stop", _parser("stop", what).parse_args(argv), stop)

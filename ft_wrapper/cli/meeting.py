@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import logging
+import os
 from typing import Any
 
 from torch.distributed.elastic.rendezvous import RendezvousParameters
@@ -17,8 +18,9 @@ from ..agent.options import Options
 from ..agent.policy import Policy
 from ..agent.torch_api import classic_nodes
 from ..rendezvous.backends import DEFAULT_PORT, make_backend
-from ..rendezvous.settings import ETCD_NAMES, NAME, read_parameters
-from ..store.address import address_of_this_node, is_this_host, loopback
+from ..rendezvous.settings import ETCD_NAMES, NAME, etcd_address, read_parameters
+from ..store.address import address_of_this_node, canonical, host_port, is_this_host, loopback
+from .local import LocalJob
 
 log = logging.getLogger("ft_wrapper.run")
 
@@ -36,6 +38,24 @@ def meet(options: Options) -> Nodes:
     if parameters.backend in (NAME, *ETCD_NAMES):
         return _ft(options, parameters)
     return _classic(options, parameters)
+
+
+def local_job(options: Options, nodes: Nodes) -> LocalJob:
+    """What ``ftrun status`` finds of the job on this host.
+
+    Args:
+        options: the job.
+        nodes: as `meet` has made it.
+    """
+    parameters, endpoint = options.rendezvous, nodes.store
+    if parameters is not None and parameters.backend in ETCD_NAMES:
+        endpoint = str(etcd_address(parameters))
+    elif parameters is not None and parameters.backend == NAME:
+        host, port = parse_rendezvous_endpoint(parameters.endpoint, DEFAULT_PORT)
+        endpoint = host_port(host, port) if port else endpoint
+    return LocalJob(
+        [endpoint, *map(canonical, filter(None, (endpoint, nodes.store)))], options.script, os.getpid()
+    )
 
 
 def _address_alone(given: str) -> str:

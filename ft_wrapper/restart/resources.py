@@ -20,7 +20,7 @@ from ..abort import (
 from ..attribution import Interruption
 from ..environment import formation_size
 from ..exception import RankExcluded, StoreError
-from ..log_lines import note_slot
+from ..log_lines import begin_rank
 from ..monitor import beside, frames, identity, interrupt, shared_memory, threads
 from ..monitor.line import MonitorLine, ask_agent
 from ..monitor.signals import KeptHandlers
@@ -124,7 +124,7 @@ class Resources:
         self.monitor_lost = threading.Event()
         self.store_lost: StoreError | None = None
         slot, size = base.initial_rank or 0, formation_size(base.world_size)
-        note_slot(slot)
+        begin_rank(slot)
         remembered = _remembered.get(plan.description, Remembered(call=0))
         _remembered[plan.description] = Remembered(remembered.call, has_failed=True)  # until it has completed
         if plan.port is not None:

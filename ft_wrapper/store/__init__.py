@@ -1,37 +1,8 @@
-"""The stores of the job's keys. They start no processes; only etcd's client keeps threads."""
+"""The stores of the job's keys. They start no processes; only etcd's client keeps threads.
 
-from typing import TYPE_CHECKING, Any
+Names are loaded at their first use: an address needs no torch, and no other store urllib3, an extra.
+"""
 
-from ..protocol.entering import BarrierError, BarrierOverflow, BarrierTimeout
-from .base import FileStore, PrefixStore, StoreMixin
-from .plan import StorePlan, connect, without_password
-from .tcp import TCPStore
-from .tcp_server import TCPStoreServer, serve
+from .. import _lazy
 
-if TYPE_CHECKING:
-    from .etcd import EtcdStore
-
-__all__ = [
-    "BarrierError",
-    "BarrierOverflow",
-    "BarrierTimeout",
-    "EtcdStore",
-    "FileStore",
-    "PrefixStore",
-    "StoreMixin",
-    "StorePlan",
-    "TCPStore",
-    "TCPStoreServer",
-    "connect",
-    "serve",
-    "without_password",
-]
-
-
-def __getattr__(name: str) -> Any:
-    # Imported late, since it needs a library that only an extra installs.
-    if name == "EtcdStore":
-        from .etcd import EtcdStore
-
-        return EtcdStore
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__, __dir__, __all__ = _lazy.attach(__name__, __path__[0])

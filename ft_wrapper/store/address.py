@@ -17,6 +17,8 @@ from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 from .._text import without_secrets
 from ..environment import int_from_env
 
+#: Environment variable: address of the store that ``ftrun`` has for its ranks.
+ANNOUNCED = "FT_WRAPPER_STORE"
 ETCD_SCHEME = "etcd"
 DEFAULT_PREFIX = "ft_wrapper"
 #: Seconds for which the keys of a job stay in etcd when no process keeps them alive.
@@ -198,6 +200,37 @@ def master_port() -> int:
             f"environment variable MASTER_PORT is not set; {launch}, or pass store_kwargs={{'port': ...}}"
         )
     return port
+
+
+# What a user calls a job -------------------------------------------------------------------------------
+
+
+#: What a user calls a job.
+ENDPOINT = "HOST:PORT, or etcd://HOST:PORT/PREFIX"
+
+
+def canonical(endpoint: str) -> str:
+    """What a user calls a job, in the one form of all that mean the same without a look-up.
+
+    Raises:
+        ValueError: a job cannot be called so.
+    """
+    with contextlib.suppress(ValueError):
+        if is_etcd(endpoint):
+            return str(EtcdAddress.parse(endpoint))
+        host, port = split_host_port(endpoint)
+        if host:
+            host, number = tcp_address(host, int(port))
+            return host_port("localhost" if is_loopback(host) else host, number)
+    raise ValueError(f"{endpoint or 'no endpoint'}: give {ENDPOINT}")
+
+
+def members_of(endpoint: str) -> list[tuple[str, int]]:
+    """Host and port of a job's store, by what a user calls the job; of each member of etcd."""
+    if is_etcd(endpoint):
+        return [(one.host, one.port) for one in parse_endpoints(EtcdAddress.parse(endpoint).endpoints)]
+    host, port = split_host_port(endpoint)
+    return [(host, int(port))]
 
 
 # etcd --------------------------------------------------------------------------------------------------

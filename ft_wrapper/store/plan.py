@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from .. import _text
 from ..exception import StoreError
 from ..protocol.operations import Operations
 from . import secret
+from .address import ANNOUNCED as ANNOUNCED
 from .address import EtcdAddress, etcd_login, host_port, is_etcd, master_port, split_host_port, tcp_address
 from .base import StoreMixin
 from .tcp import TCPStore
@@ -20,7 +21,6 @@ from .tcp_server import TCPStoreServer
 if TYPE_CHECKING:
     from .etcd import EtcdStore
 
-ANNOUNCED = "FT_WRAPPER_STORE"
 _PROBE = timedelta(seconds=5)  # time for an answer from a store that has the port already
 
 
@@ -107,6 +107,14 @@ def connector(address: str, timeout: timedelta) -> Callable[[], StoreMixin]:
 def connect(address: str, timeout: timedelta) -> StoreMixin:
     """Makes a client; see `connector`. Raises StoreError, too, if the store does not answer."""
     return connector(address, timeout)()
+
+
+@contextlib.contextmanager
+def opened_by_tool(address: str, timeout: timedelta) -> Iterator[StoreMixin]:
+    """A client for a tool outside the job, for a while; arguments and errors as for `connect`."""
+    with contextlib.closing(connect(address, timeout)) as store:
+        store.seal = store.seal or secret.found_seal(store)
+        yield store
 
 
 def connect_etcd(address: EtcdAddress, timeout: timedelta, *, begins: bool = False) -> "EtcdStore":

@@ -285,7 +285,7 @@ def test_the_kernel_and_the_resolver_are_asked() -> None:
 @pytest.fixture
 def without_cuda(good: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "has_cuda", lambda: False)
-    monkeypatch.setattr(run, "_set_up_logging", lambda _: None)  # it would stay
+    monkeypatch.setattr(run, "_set_up_logging", lambda *_: None)  # it would stay
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setattr(cli_check, "_lookup_seconds", lambda host: 0.0)
 

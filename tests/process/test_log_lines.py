@@ -14,6 +14,7 @@ from support.warm_ftrun import run_python
 
 from ft_wrapper._text import without_secrets
 from ft_wrapper.log_lines import LineFormatter
+from ft_wrapper.testing.etcd_server import free_port
 
 NIGHTLY = pytest.mark.nightly("the other one runs always")
 IMPORTS = """
@@ -22,6 +23,7 @@ logging.getLogger("ft_wrapper").handlers.clear()  # of a process that this one w
 for name in [name for name in sys.modules if name.partition(".")[0] == "ft_wrapper"]:
     del sys.modules[name]
 import ft_wrapper
+from ft_wrapper import log_lines
 log = logging.getLogger("ft_wrapper.restart.call")
 """
 TIME = r"\d{4} \d\d:\d\d:\d\d\.\d{3}"
@@ -34,8 +36,9 @@ def no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-def stderr_of(program: str, **environment: str) -> list[str]:
-    """The lines that a program writes to stderr after it has imported the package."""
+def stderr_of(program: str, launcher: str = "ftrun", **environment: str) -> list[str]:
+    """The lines that a rank writes to stderr after it has imported the package."""
+    environment |= {"FT_WRAPPER_AGENT": "there"} if launcher == "ftrun" else {}
     done = run_python(["-c", IMPORTS + textwrap.dedent(program)], 100, environment)
     assert done.returncode == 0, done.stderr
     return done.stderr.splitlines()
@@ -78,14 +81,37 @@ def test_it_writes_to_the_stderr_of_the_moment() -> None:
     assert said == ["caught True"]
 
 
+def test_without_ftrun_a_program_gets_a_handler_with_its_first_wrapped_call() -> None:
+    """Python itself shows a warning before that, and all lines have their place from then on."""
+    said = stderr_of(
+        """
+        assert logging.getLogger("ft_wrapper").handlers == logging.getLogger().handlers == []
+        log.warning("before")
+        @ft_wrapper.Wrapper()
+        def train(call_wrapper=None):
+            if call_wrapper.iteration == 0:
+                raise ValueError("boom")
+        train()
+        """,
+        launcher="torchrun",
+        GROUP_RANK="3",
+        RANK="0",
+        WORLD_SIZE="1",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(free_port() - 1),
+    )
+    assert said[0] == "before"
+    (line,) = (line for line in said if "restart 1: " in line)
+    assert re.fullmatch(rf"W{TIME} \[3/0\] restart 1: .* raised ValueError: boom.*", line)
+
+
 # ---- as JSON
 
 
 def test_a_line_is_an_object() -> None:
     (said,) = stderr_of(
         """
-        from ft_wrapper.log_lines import note_slot
-        note_slot(5)
+        log_lines.begin_rank(5)
         log.warning('%s\\n%s', 'one', 'ü')
         """,
         FT_WRAPPER_LOG_FORMAT="json",

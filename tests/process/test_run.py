@@ -517,6 +517,52 @@ def test_commands_beside_starting_a_script(command: str, capsys: pytest.CaptureF
     assert f"usage: ftrun {command} " in capsys.readouterr().out
 
 
+WITHOUT_TORCH = """
+    import contextlib, io, sys
+    from ft_wrapper.run import main
+
+    def ends(*words):
+        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
+            try:
+                code = main(words)
+            except SystemExit as end:
+                code = end.code
+        assert "torch" not in sys.modules, words
+        return code, out.getvalue()
+
+    assert ends("stauts") == (
+        2, "ftrun: error: stauts: no such command or file; did you mean 'status'?\\n"
+    )
+    for command in ("status", "report"):
+        code, said = ends(command, "--help")
+        assert (code, f"usage: ftrun {command}" in said) == (0, True), said
+        code, said = ends(command, "--colour", "nowhere")
+        assert (code, "--colour" in said) == (2, True), said
+    for endpoint in ("nowhere", "127.0.0.1:1", "etcd://127.0.0.1:1/job"):
+        code, said = ends("status", endpoint)
+        assert (code, endpoint in said) == (2, True), said
+    code, said = ends("report", "nowhere.jsonl")
+    assert (code, "nowhere.jsonl" in said) == (2, True), said
+"""
+
+
+def test_what_starts_no_job_needs_no_torch(script: Callable[[str], str]) -> None:
+    ended = subprocess.run(
+        [sys.executable, script(WITHOUT_TORCH)], capture_output=True, text=True, timeout=TIMEOUT
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_a_file_with_a_name_like_a_commands_is_started(
+    script: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = Path(script("print('it ran')"))
+    monkeypatch.chdir(path.parent)
+    path.rename("stauts")
+    assert main(["stauts"]) == 0
+    assert "it ran" in capfd.readouterr().out
+
+
 def test_order_of_failures() -> None:
     def failure(rank: int, when: float) -> Failure:
         return Failure(rank, 100 + rank, 1, when, "", "")
@@ -632,9 +678,9 @@ def test_a_notice_does_not_end_another_program(tmp_path: Path, traps: bool) -> N
 
 def test_notices_end_nothing_before_the_nodes_meet_and_when_all_is_over() -> None:
     """They come in one after the other, from the beginning to the end of the process."""
-    code = "from ft_wrapper.cli import run; main = run.main"
-    code += "; run.main = lambda: print('runs', flush=True) or main()"
-    words = ["-c", f"{code}; run.command()", "--no-python", "true"]
+    code = "from ft_wrapper.cli import main as cli; main = cli.main"
+    code += "; cli.main = lambda: print('runs', flush=True) or main()"
+    words = ["-c", f"{code}; cli.command()", "--no-python", "true"]
     with start_python(words, stderr=subprocess.DEVNULL) as process:
         try:
             assert process.stdout is not None
@@ -743,7 +789,7 @@ def test_logs_of_a_failed_rank_are_named(tmp_path: Path, caplog: pytest.LogCaptu
 def test_temporary_log_directory(temporary_directory: Path) -> None:
     assert main(["--no-python", "true"]) == 0
     assert main(["--no-python", "false"]) == 1
-    assert list(temporary_directory.iterdir()) == []
+    assert list(temporary_directory.glob("ftrun_*")) == []
     assert main(["-r", "1", *TALK]) == 0
     assert log_files(temporary_directory) == {"0/stdout.log": "out 0\n"}
 
@@ -910,7 +956,7 @@ def test_exit_code_of_the_program(tmp_path: Path) -> None:
 WAITS = """
     import threading
     from datetime import timedelta
-    from ft_wrapper.cli import run
+    from ft_wrapper.cli import main as cli
     from ft_wrapper.store.tcp_server import serve
     from torch.distributed import TCPStore
 
@@ -923,8 +969,8 @@ WAITS = """
         print("said", end="")
         return 7
 
-    run.main = main
-    run.command()
+    cli.main = main
+    cli.command()
 """
 
 
@@ -940,15 +986,15 @@ def test_a_reader_that_has_read_enough_ends_a_command_quietly(command: str) -> N
     """`ftrun report … | head` said where in Python the pipe had broken."""
     code = """
         import sys
-        from ft_wrapper.cli import run
+        from ft_wrapper.cli import main as cli
 
         def much(argv):
             for number in range(100_000):
                 print("line", number)
             return 0
 
-        run.COMMANDS[sys.argv[1]] = much
-        run.command()
+        cli.COMMANDS[sys.argv[1]] = "__main__:much"
+        cli.command()
     """
     with subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(code), command],

@@ -74,7 +74,7 @@ LINES = {
 
 # Names that stand for two things, by the change that tells them apart.
 CLASSES_TWICE = {
-    SHELL: {"Entry", "FT", "Fault", "Job"},
+    SHELL: {"Entry", "FT", "Fault"},
 }
 FUNCTIONS_TWICE = {
     SHELL: {"check", "main", "make_report"},

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib
+import subprocess
+import sys
+import textwrap
 
 import pytest
+
+import ft_wrapper
 
 NAMES = {
     "": (
@@ -67,6 +72,28 @@ def test_name_is_there(module: str) -> None:
     imported = importlib.import_module(f"ft_wrapper.{module}".rstrip("."))
     missing = [name for name in NAMES[module].split() if not hasattr(imported, name)]
     assert not missing
+
+
+def test_names_are_loaded_at_their_first_use() -> None:
+    program = """
+        import sys, ft_wrapper
+        assert "torch" not in sys.modules and "Wrapper" in dir(ft_wrapper), sys.modules
+        assert not hasattr(ft_wrapper, "Wrappers") and not hasattr(ft_wrapper, "_private")
+        sys.modules["torch"] = None
+        try:
+            ft_wrapper.wrapper
+        except ImportError:  # and no AttributeError: it is there, and something that it needs is not
+            del sys.modules["torch"]
+        from ft_wrapper import Wrapper
+        assert ft_wrapper.live.LiveState is ft_wrapper.LiveState and ft_wrapper.Wrapper is Wrapper
+        before = set(globals())
+        from ft_wrapper import *
+        print(*sorted(set(globals()) - before - {"before"}))
+    """
+    run = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    *_, names = run.stdout.splitlines()
+    assert sorted([*names.split(), "Wrapper"]) == sorted(ft_wrapper.__all__)
 
 
 def test_members_of_classes_are_there() -> None:

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import ft_wrapper.run  # noqa: F401
+from ft_wrapper import *  # noqa: F403  # what each of them would load
 from ft_wrapper.agent import standby
 from ft_wrapper.agent.process import await_adoption, die_with
 from ft_wrapper.agent.signals import NOTICES

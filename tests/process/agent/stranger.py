@@ -190,12 +190,12 @@ class Stranger:
 
     def by_command(self) -> None:
         """Runs ftrun's own commands."""
-        from ft_wrapper.cli import control
+        from ft_wrapper.cli.main import main
 
         endpoint = f"{self.host}:{self.port}"
-        assert control.main_restart([endpoint]) != 0
-        assert control.main_drain(["0", endpoint]) != 0
-        assert control.main_stop([endpoint]) != 0
+        assert main(["restart", endpoint]) != 0
+        assert main(["drain", "0", endpoint]) != 0
+        assert main(["stop", endpoint]) != 0
 
     def ask_the_agent(self) -> None:
         """Asks the job's agent for its secret."""
@@ -249,7 +249,8 @@ def main() -> None:
     """Attacks once."""
     own, host, port, attack, folder = sys.argv[1:]
     "localhost".encode("idna")  # while it can still read the modules that this imports
-    import ft_wrapper.cli.control  # noqa: F401
+    import ft_wrapper.cli.control
+    import ft_wrapper.cli.main  # noqa: F401
 
     os.setgroups([])
     os.setgid(NOBODY)

@@ -17,6 +17,7 @@ from support.warm_ftrun import run_python, start_python
 from test_nodes import Cluster
 
 from ft_wrapper.cli import control
+from ft_wrapper.cli.main import main
 from ft_wrapper.exception import StoreError
 from ft_wrapper.store import TCPStoreServer
 
@@ -313,12 +314,11 @@ def test_all_nodes_stop(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["drain", "restart", "stop"])
 def test_commands_that_cannot_be_carried_out(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    command = {"drain": control.main_drain, "restart": control.main_restart, "stop": control.main_stop}[name]
     target = ["0"] if name == "drain" else []
-    assert command([*target, "nowhere"]) == 2
+    assert main([name, *target, "nowhere"]) == 2
     assert f"ftrun {name}: error: nowhere: give HOST:PORT, or etcd://" in capsys.readouterr().err
     with contextlib.closing(TCPStoreServer(0)) as server:  # ranks may agree here, but no agent listens
-        assert command([*target, f"localhost:{server.port}"]) == 1
+        assert main([name, *target, f"localhost:{server.port}"]) == 1
         said = capsys.readouterr().err
     no_node, no_rank = "no node of ftrun meets others at localhost:", "no wrapped function has been entered"
     assert (no_rank if name == "restart" else no_node) in said
@@ -328,7 +328,7 @@ def test_commands_that_cannot_be_carried_out(name: str, capsys: pytest.CaptureFi
 def test_a_drain_of_nothing_is_told_before_it_connects(
     target: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control, "Job", None)
+    monkeypatch.setattr(control, "JobStores", None)
     with pytest.raises(SystemExit) as end:
         control.main_drain([target, "localhost:1"])
     assert end.value.code == 2

@@ -12,7 +12,7 @@ from agent_job import TIMEOUT, FtRun, all_gone, await_that, lose
 from test_etcd import EtcdCluster, left_in
 from test_nodes import CONF, PLAIN, WRAPPED, Cluster, pids_of
 
-from ft_wrapper.cli import status
+from ft_wrapper.cli.main import main
 from ft_wrapper.testing import EtcdServer
 
 REASON = "--node-check: the fan stands still (exit status 3)"
@@ -26,7 +26,7 @@ def check(path: Path) -> tuple[str, str]:
 def places(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> dict[str, tuple[str, str]]:
     """What ``ftrun status`` says of each node: its place, and why it is kept out."""
     capsys.readouterr()
-    assert status.main([cluster.address, "--json"]) == 0
+    assert main(["status", cluster.address, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["nodes"]
     nodes = {node["id"]: (node["place"], node["reason"]) for node in found}
     assert len(nodes) == len(found)
@@ -49,7 +49,7 @@ def test_a_node_is_kept_out_and_comes_in_once_it_passes(
             "1": ("seat", ""),
             "2": ("kept out", REASON),
         }
-        assert status.main([cluster.address]) == 0
+        assert main(["status", cluster.address]) == 0
         shown = capsys.readouterr().out
         assert re.search(r"^  2 +kept out ", shown, re.MULTILINE), shown
         last = shown.splitlines()[-1]

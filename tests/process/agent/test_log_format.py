@@ -13,7 +13,6 @@ from agent_job import FtRun
 from support.etcd_users import require_login
 
 from ft_wrapper.agent.process import Job
-from ft_wrapper.cli.status import main as status
 from ft_wrapper.log_lines import FORMAT_ENV, choose_format
 from ft_wrapper.run import main, parse_args
 from ft_wrapper.store import EtcdStore
@@ -139,7 +138,7 @@ def test_no_line_of_a_job_has_the_password_of_its_etcd(
     with FtRun(tmp_path / "job", *options, script) as job:
         assert job.end() == 0, job.said
     assert "restart 1: rank 1 (slot 1 on " in job.said and guarded.endpoints in job.said
-    status([f"etcd://{guarded.endpoints}/ft_wrapper/job"])
+    main(["status", f"etcd://{guarded.endpoints}/ft_wrapper/job"])
     files = {path: path.read_text(errors="replace") for path in tmp_path.rglob("*") if path.is_file()}
     said = [*files.values(), *capfd.readouterr()]
     assert len(files) > 3
@@ -189,7 +188,7 @@ def test_a_command_line_with_a_password_is_not_repeated(
 def test_nor_is_an_address_with_one(address: str, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match=r".") as caught:
         announced_plan(address, 1.0).connect()
-    assert status([address]) == 2
+    assert main(["status", address]) == 2
     said = "".join([str(caught.value), *capfd.readouterr()])
     assert "error" in said and PASSWORD not in said and USER not in said
 

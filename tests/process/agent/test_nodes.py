@@ -20,6 +20,7 @@ from agent_job import TIMEOUT, FtRun, all_gone, await_that, lose
 from torch.distributed import PrefixStore
 
 from ft_wrapper.cli import status
+from ft_wrapper.cli.main import main
 from ft_wrapper.rendezvous.keys import agents_prefix, version_key
 from ft_wrapper.store import TCPStore, TCPStoreServer, connect
 from ft_wrapper.testing.etcd_server import free_port
@@ -237,7 +238,7 @@ def places(
     cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> list[tuple[str, str, list[int] | None, str]]:
     """What ``ftrun status`` says of the nodes: id, place, slots, address."""
-    assert status.main([cluster.address, "--json"]) == 0
+    assert main(["status", cluster.address, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["state"] == status.RUNNING
     return [(node["id"], node["place"], node["slots"], node["address"]) for node in found["nodes"]]

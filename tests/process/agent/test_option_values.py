@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ft_wrapper.agent.options import Options, Parser, make_parser, parse_args
 from ft_wrapper.agent.outputs import ERROR_FILE_ENV, PREFIX_ENV
-from ft_wrapper.log_lines import level_of_ftrun
+from ft_wrapper.cli.main import level_of_ftrun
 from ft_wrapper.settings import LONGEST
 
 COUNTS = ("--max-restarts", "--max-rank-restarts", "--node-check-retries", "--drained-exit-code")

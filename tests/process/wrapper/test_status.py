@@ -7,23 +7,32 @@ import dataclasses
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rank_harness import Job
 from rejoin_job import Training, training
 
-from ft_wrapper.cli import status
+from ft_wrapper.attribution import Interruption
+from ft_wrapper.cli import local, status, status_command, stores
+from ft_wrapper.cli.main import main
 from ft_wrapper.cli.status import COMPLETED, NOT_FORMED, RUNNING, read_status, watch
+from ft_wrapper.protocol import Agreement
+from ft_wrapper.protocol.global_iteration import GlobalIteration
+from ft_wrapper.protocol.records import Decision, Fault, Member
 from ft_wrapper.rendezvous.keys import endpoint_key
-from ft_wrapper.rendezvous.moves import close
-from ft_wrapper.rendezvous.record import Node, RendezvousRecord, Seat
+from ft_wrapper.rendezvous.moves import add_drain, close, remove_nodes
+from ft_wrapper.rendezvous.record import Drain, Node, RendezvousRecord, RoundPolicy, Seat
 from ft_wrapper.rendezvous.register import RecordRegister
 from ft_wrapper.store import TCPStoreServer, connect
+from ft_wrapper.store.address import canonical
 from ft_wrapper.testing import FakeStore
 
 
@@ -58,9 +67,9 @@ def test_the_status_of_a_job_from_its_begin_to_its_end(
 
     endpoint = run.env["FT_WRAPPER_STORE"]
     assert endpoint is not None
-    assert status.main([endpoint, "--json"]) == 0
+    assert main(["status", endpoint, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["iteration"] == 1
-    assert status.main([endpoint]) == 0
+    assert main(["status", endpoint]) == 0
     head, titles, *ranks, fault = capsys.readouterr().out.splitlines()
     assert head == "running: iteration 1 of call 0, 3 of 3 ranks active"
     assert titles.split() == ["slot", "incarnation", "active", "rank", "host", "pid"]
@@ -79,8 +88,8 @@ def test_watching_prints_each_status_once(
     rank = status.RankStatus(1, 2, None, "gpu\x1b[31m7", None, False)
     job = status.Status(RUNNING, 0, 3, 1, 1, (rank,), "rank 1 raised [red]KeyError[/red]")
     found = [job, job, dataclasses.replace(job, state=COMPLETED)]
-    monkeypatch.setattr(status, "_follow", lambda *_: iter(found))
-    assert status.main(["127.0.0.1:29400", "--watch"]) == 0
+    monkeypatch.setattr(status_command, "_statuses", lambda *_: iter(found))
+    assert main(["status", "127.0.0.1:29400", "--watch"]) == 0
     shown = capsys.readouterr().out
     assert [line for line in shown.splitlines() if "iteration 3" in line] == [
         "running: iteration 3 of call 0, 1 of 1 ranks active",
@@ -88,7 +97,7 @@ def test_watching_prints_each_status_once(
     ]
     assert "  1     2            -            gpu\ufffd[31m7  -\n" in shown
     assert "last fault: rank 1 raised [red]KeyError[/red]\n" in shown
-    assert status.main(["127.0.0.1:29400", "--watch", "--json"]) == 0
+    assert main(["status", "127.0.0.1:29400", "--watch", "--json"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [json.loads(line)["state"] for line in lines] == [RUNNING, COMPLETED]
 
@@ -128,7 +137,7 @@ def test_a_job_whose_nodes_have_not_met_is_watched_until_they_have() -> None:
         store = opened.enter_context(contextlib.closing(connect(endpoint, timedelta(seconds=10))))
         register = RecordRegister(store, RendezvousRecord(2, 2))
         first, _ = register.replace(register.read(), half)
-        statuses = status._follow(endpoint, 60.0, opened)
+        statuses = stores.follow(endpoint, 60.0, opened)
         found = next(statuses)
         assert (found.state, [one.group_rank for one in found.nodes]) == (NOT_FORMED, [None])
         whole = dataclasses.replace(
@@ -144,7 +153,7 @@ def test_a_job_whose_nodes_have_not_met_is_watched_until_they_have() -> None:
 def test_a_job_that_goes_to_another_round_is_watched_there(
     stays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(status, "TIMEOUT", timedelta(seconds=0.5))
+    monkeypatch.setattr(stores, "TIMEOUT", timedelta(seconds=0.5))
     node = Node("7", address="here")
     seat = Seat(0, 0, 1, "default", node, "7")
     record = RendezvousRecord(2, 2, complete=True, seats=(seat,))
@@ -156,7 +165,7 @@ def test_a_job_that_goes_to_another_round_is_watched_there(
         register = RecordRegister(store, RendezvousRecord(2, 2))
         snapshot, _ = register.replace(register.read(), record)
         store.set(endpoint_key(0), first)
-        statuses = status._follow(meeting, 0.1, opened)
+        statuses = stores.follow(meeting, 0.1, opened)
         assert [one.place for one in next(statuses).nodes] == ["seat"]
         if not stays:
             ends[1].close()
@@ -183,22 +192,131 @@ def test_a_job_that_has_ended_before_its_nodes_met_is_not_watched() -> None:
         )
         register = RecordRegister(store, RendezvousRecord(2, 2))
         register.replace(register.read(), close(RendezvousRecord(2, 2), "too few"))
-        (found,) = status._follow(f"localhost:{server.port}", 60.0, opened)
+        (found,) = stores.follow(f"localhost:{server.port}", 60.0, opened)
         assert found.state == NOT_FORMED
 
 
-@pytest.mark.parametrize("endpoint", [[], ["host"], ["host:port"], [":29400"]])
-def test_no_endpoint(
-    endpoint: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_lost_host_is_blamed_and_not_what_failed_in_its_wake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the line of the restart has it: the loss shows only after the iteration has ended."""
+    store = FakeStore()
+    survivor, lost = Member(0, 0), Member(1, 0)
+    gloo = Fault(survivor, 0, Interruption.EXCEPTION, "raised RuntimeError: Connection reset by peer", "a", 1)
+    Agreement(store).ends.report_fault(0, gloo)
+    decision = Decision(0, 1, 0, (lost,), (1,), (), (), (), 2, 1)
+    view = SimpleNamespace(n=1, call=0, members=(survivor,), decision=decision)
+    monkeypatch.setattr(GlobalIteration, "read_current", lambda _: view)
+    found = read_status(store)
+    assert (found.state, found.last_faults) == (
+        RUNNING,
+        "slot 1 stopped answering: evicted (and 1 fault in its wake)",
+    )
+
+
+def test_a_node_that_is_gone_keeps_its_address_and_says_whether_it_was_drained() -> None:
+    nodes = [Node(name, address=f"host{name}") for name in "abc"]
+    seats = tuple(Seat(rank, rank, 1, "default", node, node.id) for rank, node in enumerate(nodes))
+    record = RendezvousRecord(1, 3, complete=True, policy=RoundPolicy.RANK, next_slot=3, seats=seats)
+    record = add_drain(record, Drain(nodes[1].name, (), 30.0))
+    record, _ = remove_nodes(RendezvousRecord.from_text(record.to_text()), nodes[1:])
+    found = status.nodes_in(RendezvousRecord.from_text(record.to_text()))
+    assert [(node.id, node.place, node.slots, node.address) for node in found] == [
+        ("a", "seat", (0, 0), "hosta"),
+        ("b", "drained", (1, 1), "hostb"),
+        ("c", "lost", (2, 2), "hostc"),
+    ]
+
+
+# Which job it is -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the sockets are of what runs on this host: nothing but what a test starts."""
     monkeypatch.delenv("FT_WRAPPER_STORE", raising=False)
-    assert status.main(endpoint) == 2
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path / f"ft_wrapper-{os.geteuid()}"
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """How the jobs stand, by their endpoints."""
+    found = {"127.0.0.1:7": status.Status(RUNNING, 0, 3).to_json(), "h:8": ""}
+    monkeypatch.setattr(stores, "read_now", lambda endpoint: found[endpoint])
+    return found
+
+
+def job_at(endpoint: str, *more: str, pid: int = 1) -> Callable[[], local.LocalJob]:
+    return lambda: local.LocalJob([endpoint, *map(canonical, (endpoint, *more))], f"{pid}.py", pid)
+
+
+def test_an_agent_on_this_host_answers(
+    here: Path, answers: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    node = status.NodeStatus("7", "seat", 0, (0, 1), 0, "here")
+    rank = status.RankStatus(1, 2, None, "gpu7", None, False)
+    whole = status.Status(RUNNING, 0, 3, 1, 1, (rank,), "rank 1 died", (node,))
+    answers["127.0.0.1:7"] = whole.to_json()
+    with local.served(job_at("127.0.0.1:7", "h:9")):
+        (path,) = here.iterdir()
+        for words in ([], ["127.0.0.1:7"], ["localhost:7"], ["h:9"]):
+            assert main(["status", *words]) == 0
+            assert capsys.readouterr().out == f"{whole.to_text()}\n"
+        assert main(["status", "--json"]) == 0
+        assert status.Status.from_json(capsys.readouterr().out) == whole
+    assert not path.exists()
+
+
+def test_one_of_several_jobs_has_to_be_named(
+    here: Path, answers: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with local.served(job_at("127.0.0.1:7")), local.served(job_at("h:8", pid=2)), local.served(job_at("h:8")):
+        assert main(["status"]) == 0
+        first, second = sorted(capsys.readouterr().out.splitlines())
+        assert first == "ftrun status 127.0.0.1:7  # 1.py, pid 1"
+        assert second.startswith("ftrun status h:8  # ")
+        assert main(["status", "--json"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert sorted(json.loads(line)["names"][0] for line in lines) == ["127.0.0.1:7", "h:8"]
+
+
+def test_agents_that_are_gone_are_not_asked_again(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with local.served(job_at("h:8")):  # it makes the folder
+        pass
+    with socket.socket(socket.AF_UNIX) as dead, socket.socket(socket.AF_UNIX) as begins:
+        dead.bind(str(here / "dead"))
+        begins.bind(str(here / "begins.new"))
+    assert main(["status"]) == 2
+    assert "no ftrun of this user runs on this host; give HOST:PORT" in capsys.readouterr().err
+    assert [path.name for path in here.iterdir()] == ["begins.new"]
+
+
+def test_a_folder_that_others_may_enter_is_not_used(here: Path, caplog: pytest.LogCaptureFixture) -> None:
+    here.mkdir()
+    here.chmod(0o755)
+    with caplog.at_level("INFO"), local.served(job_at("h:8")):
+        assert local.jobs_here() == []
+    assert "finds this job only by its endpoint" in caplog.text
+    assert list(here.iterdir()) == []
+
+
+def test_what_an_agent_does_not_know_is_read_from_the_store(
+    here: Path, answers: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with contextlib.closing(TCPStoreServer(0)) as server:
+        endpoint = f"127.0.0.1:{server.port}"
+        answers[endpoint] = ""
+        with local.served(job_at(endpoint)):
+            assert main(["status"]) == 0
+        assert capsys.readouterr().out.startswith("not formed")
+
+
+@pytest.mark.parametrize("endpoint", [[], ["host"], ["host:port"], [":29400"]])
+def test_no_endpoint(endpoint: list[str], here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", *endpoint]) == 2
     assert "give HOST:PORT" in capsys.readouterr().err
 
 
-def test_a_store_that_does_not_answer(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(status, "TIMEOUT", timedelta(seconds=0.2))
-    assert status.main(["127.0.0.1:1"]) == 2
-    assert "127.0.0.1:1" in capsys.readouterr().err
+def test_a_store_that_does_not_answer(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for endpoint in ("127.0.0.1:1", "etcd://127.0.0.1:1,127.0.0.1:1/job"):
+        assert main(["status", endpoint]) == 2
+        assert f"nothing listens at {endpoint}: " in capsys.readouterr().err

@@ -1,0 +1,3 @@
+"""The version: the build reads it, as does ``ftrun --version``."""
+
+__version__ = "0.3.0"

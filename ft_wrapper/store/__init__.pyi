@@ -1,0 +1,13 @@
+from ..protocol.entering import BarrierError as BarrierError
+from ..protocol.entering import BarrierOverflow as BarrierOverflow
+from ..protocol.entering import BarrierTimeout as BarrierTimeout
+from .base import FileStore as FileStore
+from .base import PrefixStore as PrefixStore
+from .base import StoreMixin as StoreMixin
+from .etcd import EtcdStore as EtcdStore
+from .plan import StorePlan as StorePlan
+from .plan import connect as connect
+from .plan import without_password as without_password
+from .tcp import TCPStore as TCPStore
+from .tcp_server import TCPStoreServer as TCPStoreServer
+from .tcp_server import serve as serve
