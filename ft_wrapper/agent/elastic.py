@@ -2,12 +2,11 @@
 
 The types are torch's own: `WorkerSpec`, `Worker`, `WorkerGroup`, `WorkerState`, `RunResult`, `ElasticAgent`.
 `LocalElasticAgent` takes the place of torch's class of that name: it replaces dead workers of a wrapped job
-one by one. ``ftrun`` runs on it.
+one by one. Both adapt `ft_wrapper.agent.agent`, on which ``ftrun`` runs.
 """
 
 import contextlib
 import dataclasses
-import functools
 import logging
 import os
 import signal
@@ -15,7 +14,7 @@ import socket
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE
@@ -29,18 +28,20 @@ from torch.distributed.elastic.events.api import Event
 from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from . import health, loop
+from . import health, torch_events
+from .agent import Agent, report_state, run_workers
 from .group import Counts as Counts
-from .group import Group, process_failures, state_of
-from .nodes import EXIT_BARRIER_TIMEOUT, End, Nodes, Round, Workers, run_rounds
+from .group import Group, GroupState
+from .loop import Launch
+from .nodes import EXIT_BARRIER_TIMEOUT, Inbox, Nodes, Workers
 from .nodes import CannotStart as CannotStart
-from .outputs import Failure
+from .outputs import describe_exit
 from .policy import RANK_RESTARTS, RestartPolicy
 from .policy import Policy as Policy
 from .process import LOCAL_RANK, Job, Program, program_of, python_program
-from .signals import SHUTDOWN_TIMEOUT, SIGNALS, Inbox, SignalQueue, What, queued, signal_name
+from .rounds import End, Failure, Round, What
+from .signals import SHUTDOWN_TIMEOUT, SIGNALS, SignalQueue, signal_name
 from .torch_api import call_function, classic_nodes
-from .torch_api.timers import watchdog
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +85,9 @@ class SimpleElasticAgent(ElasticAgent):
         _refuse(spec)
         self._exit_barrier_timeout = exit_barrier_timeout
         self._signals = tuple(signals)
-        self._group = Group(spec)
+        self._spec = spec
+        self._group = Group(spec.role, spec.local_world_size, spec.max_restarts, report_state)
+        self._run_seconds = 0.0
         self._returned: dict[int, Any] = {}  # by global rank
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
@@ -104,15 +107,20 @@ class SimpleElasticAgent(ElasticAgent):
             OSError: something that workers need cannot be had.
             RuntimeError: the agent has run before.
         """
-        end = self.run_to_end()
+        began = time.monotonic()
+        try:
+            end = self._run_to_end()
+        finally:
+            self._run_seconds = time.monotonic() - began
         if end.signum is not None:
             number = signal.Signals(end.signum)
             raise SignalException(f"process {os.getpid()} got {number.name}", number)
         if end.ended_by:
             log.error("%s", end.ended_by)
-        workers = self._group.copy().workers
-        result = RunResult(self._group.state, self._returned, process_failures(end, workers[0].global_rank))
-        self._group.tell_end(result)
+        now = self.get_worker_group()
+        failures = torch_events.process_failures(end, now.workers[0].global_rank)
+        result = RunResult(now.state, self._returned, failures)
+        torch_events.report_end(now, self._group, result, self._run_seconds)
         return result
 
     def get_worker_group(self, role: str = DEFAULT_ROLE) -> WorkerGroup:
@@ -121,7 +129,7 @@ class SimpleElasticAgent(ElasticAgent):
         Args:
             role: without effect, as for `run`.
         """
-        return self._group.copy()
+        return torch_events.worker_group(self._spec, self._group)
 
     @property
     def remaining_restarts(self) -> int:
@@ -137,11 +145,11 @@ class SimpleElasticAgent(ElasticAgent):
 
     def get_event_succeeded(self) -> Event:
         """An event of torch's: the agent has ended, however the workers ended."""
-        return self._group.event("SUCCEEDED")
+        return self._event("SUCCEEDED")
 
     def get_event_failed(self) -> Event:
         """An event of torch's: the agent has raised the error that is being handled."""
-        return self._group.event("FAILED", raw_error=traceback.format_exc())
+        return self._event("FAILED", raw_error=traceback.format_exc())
 
     @contextlib.contextmanager
     def record_duration(self, state: str) -> Iterator[None]:
@@ -155,7 +163,11 @@ class SimpleElasticAgent(ElasticAgent):
             yield
         finally:
             took = 1e3 * (time.monotonic() - began)
-            self._group.record(self._group.event(state, duration_ms=took))
+            torch_events.record_event(self._spec, self._event(state, duration_ms=took))
+
+    def _event(self, state: str, **fields: Any) -> Event:
+        now, took = self.get_worker_group(), int(self._run_seconds)
+        return torch_events.event(now, self._group, state, total_run_time=took, **fields)
 
     # To be implemented for another kind of worker -------------------------------------------------------
 
@@ -197,76 +209,20 @@ class SimpleElasticAgent(ElasticAgent):
         """
         raise NotImplementedError
 
-    # What `LocalElasticAgent` does otherwise -------------------------------------------------------------
-
-    def _meet(self) -> Nodes:
-        """This node's part among the others. Does not connect yet."""
-        return classic_nodes.ClassicNodes(self._group.spec, self._exit_barrier_timeout)
-
-    def _open_workers(self, nodes: Nodes, cleanup: contextlib.ExitStack) -> Workers:
-        """What starts and waits for the workers of each round.
-
-        Args:
-            nodes: the others.
-            cleanup: ends what still runs, and closes all, at the end.
-        """
-        return WholeGroup(self, self._group, nodes, cleanup)
-
     # -----------------------------------------------------------------------------------------------------
 
-    def run_to_end(self) -> End:
-        """As `run`, but says everything that is known of the end, and signals are no errors.
+    def _meet(self) -> Nodes:
+        return classic_nodes.ClassicNodes(self._spec, self._exit_barrier_timeout)
 
-        Raises:
-            CannotStart: the nodes did not meet, or no worker could be started.
-            OSError: something that workers need cannot be had.
-            RuntimeError: the agent has run before.
-        """
-        if self._group.state is not WorkerState.INIT:
-            raise RuntimeError("an agent runs once; make another one, with a new rendezvous handler")
-        began = time.monotonic()
-        try:
-            with contextlib.ExitStack() as cleanup:
-                signals = cleanup.enter_context(queued(self._signals))
-                nodes = self._meet()
-                cleanup.callback(nodes.close)
-                self._open_health(nodes, cleanup)
-                workers = self._open_workers(nodes, cleanup)
-                end = run_rounds(nodes, workers, signals)
-                self._group.become(state_of(end))
-                return end
-        except BaseException:
-            self._group.become(WorkerState.UNKNOWN)
-            raise
-        finally:
-            self._group.run_seconds = time.monotonic() - began
+    def _run_to_end(self) -> End:
+        """Runs the workers; `LocalElasticAgent` does otherwise."""
+        run_id = str(self._spec.rdzv_handler.get_run_id())
 
-    def _open_health(self, nodes: Nodes, cleanup: contextlib.ExitStack) -> None:
-        """Answers questions whether the agent is alive, to the end; see `health`."""
-        cleanup.enter_context(health.health(self._group, nodes, self._run_id()))
+        def open_workers(nodes: Nodes, cleanup: contextlib.ExitStack) -> Workers:
+            cleanup.callback(lambda: self._stop_workers(self.get_worker_group(), signal.SIGKILL))
+            return _WholeGroup(self, self._group, nodes)
 
-    def _run_id(self) -> str:
-        """What the job is called."""
-        return str(self._group.spec.rdzv_handler.get_run_id())
-
-
-@dataclasses.dataclass(frozen=True)
-class Launch:
-    """What ``ftrun`` knows and a spec of torch's cannot say.
-
-    Args:
-        meet: makes this node's part among the others, which does not connect yet.
-        program: what each worker runs.
-        run_id: of the job.
-        active_world_size: so many ranks call the function of a wrapped job; None: as the wrapper says.
-        devices: what the ranks of this node share, where there are more ranks than devices; else 0.
-    """
-
-    meet: Callable[[], Nodes]
-    program: Program
-    run_id: str
-    active_world_size: int | None
-    devices: int = 0
+        return run_workers(self._group, run_id, self._signals, self._meet, open_workers)
 
 
 class LocalElasticAgent(SimpleElasticAgent):
@@ -302,8 +258,6 @@ class LocalElasticAgent(SimpleElasticAgent):
         max_rank_restarts: how often each worker may be replaced.
         standby: whether Python workers are forked from a process that has imported torch.
         signals: what is forwarded to the workers, and ends them.
-        launch: for ``ftrun``: how this node meets the others, and what each worker runs, instead of what the
-            spec says.
         drain_timeout: seconds for which SIGTERM lets workers come to their next step and leave the job, where
             the other nodes go on without this one; 0: it ends them.
 
@@ -327,7 +281,6 @@ class LocalElasticAgent(SimpleElasticAgent):
         max_rank_restarts: int = RANK_RESTARTS,
         standby: bool = True,
         signals: Sequence[signal.Signals] = SIGNALS,
-        launch: Launch | None = None,
         drain_timeout: float = 0.0,
     ) -> None:
         if start_method != "spawn":
@@ -337,70 +290,52 @@ class LocalElasticAgent(SimpleElasticAgent):
             words = "uninterruptible_state_timeout=%s has no effect: hard_timeout ends a rank that hangs"
             log.warning(words, uninterruptible_state_timeout)
         self._health_check_server = health_check_server
-        self._launch = launch
-        self._make_loop = functools.partial(
-            loop.Loop,
-            policy=RestartPolicy(restart_policy, spec.max_restarts, max_rank_restarts),
-            logs_specs=logs_specs,
-            shutdown_timeout=shutdown_timeout,
-            drain_timeout=drain_timeout,
-            standby=standby,
-            group=self._group,
-            log_line_prefix=log_line_prefix_template,
-        )
         self._call = call_function.pack(spec.entrypoint, spec.args) if callable(spec.entrypoint) else b""
+        job = Job(
+            spec.local_world_size,
+            spec.role,
+            str(spec.rdzv_handler.get_run_id()),
+            spec.max_restarts,
+            virtual_local_rank=getattr(spec, "virtual_local_rank", False),  # not in older torch
+        )
+        launch = Launch(
+            job,
+            Program(()) if self._call else program_of(str(spec.entrypoint), list(map(str, spec.args))),
+            RestartPolicy(restart_policy, spec.max_restarts, max_rank_restarts),
+            logs_specs,
+            self._signals,
+            shutdown_timeout,
+            drain_timeout,
+            standby,
+            log_line_prefix_template,
+        )
+        self._agent = Agent(launch, health.health if health_check_server is None else self._stop_server)
+        self._group = self._agent.group
 
     def _get_alive_time(self) -> int:
         """When this agent was alive last, in seconds since the epoch; torch's launcher asks for it."""
         return int(time.time())
 
-    def _open_health(self, nodes: Nodes, cleanup: contextlib.ExitStack) -> None:
-        if self._health_check_server is None:
-            super()._open_health(nodes, cleanup)
-        else:
-            cleanup.callback(self._health_check_server.stop)
+    @contextlib.contextmanager
+    def _stop_server(self, *_: object) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self._health_check_server.stop()
 
-    def _run_id(self) -> str:
-        return super()._run_id() if self._launch is None else self._launch.run_id
-
-    def _meet(self) -> Nodes:
-        return super()._meet() if self._launch is None else self._launch.meet()
-
-    def _open_workers(self, nodes: Nodes, cleanup: contextlib.ExitStack) -> Workers:
-        spec, launch = self._group.spec, self._launch
-        run_id = self._run_id()
-        locks = os.memfd_create("ft_wrapper_devices")
-        cleanup.callback(os.close, locks)
-        job = Job(
-            spec.local_world_size,
-            spec.role,
-            run_id,
-            spec.max_restarts,
-            active_world_size=None if launch is None else launch.active_world_size,
-            virtual_local_rank=getattr(spec, "virtual_local_rank", False),  # not in older torch
-            timer_file=cleanup.enter_context(watchdog(run_id)),
-            signals=",".join(signum.name for signum in self._signals),
-            devices=f"/proc/{os.getpid()}/fd/{locks}:{launch.devices}" if launch and launch.devices else "",
-        )
-        if job.shares_processor():
-            log.info("OMP_NUM_THREADS=1 for each rank, so that they share the processor; set it to tune")
-        program = self._program(cleanup) if launch is None else launch.program
-        return cleanup.enter_context(self._make_loop(program, job, nodes))
-
-    def _program(self, cleanup: contextlib.ExitStack) -> Program:
-        """What each worker runs; files that it needs are removed at the end."""
-        spec = self._group.spec
-        if isinstance(spec.entrypoint, str):
-            return program_of(spec.entrypoint, [str(argument) for argument in spec.args])
-        folder = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="ft_wrapper_call_"))
-        call_function.write_call(folder, self._call)
-        cleanup.callback(self._read_results, folder)
-        return python_program(call_function.__name__, [folder, LOCAL_RANK], is_module=True)
+    def _run_to_end(self) -> End:
+        if not self._call:
+            return self._agent.run(self._meet)
+        with tempfile.TemporaryDirectory(prefix="ft_wrapper_call_") as folder:
+            call_function.write_call(folder, self._call)
+            program = python_program(call_function.__name__, [folder, LOCAL_RANK], is_module=True)
+            end = self._agent.run(self._meet, program)
+            if self._group.state is GroupState.SUCCEEDED:
+                self._read_results(folder)
+            return end
 
     def _read_results(self, folder: str) -> None:
-        if self._group.state is not WorkerState.SUCCEEDED:
-            return
-        for worker in self._group.copy().workers:
+        for worker in self.get_worker_group().workers:
             if worker.local_rank in self._group.succeeded:
                 with contextlib.suppress(FileNotFoundError):
                     self._returned[worker.global_rank] = call_function.read_result(folder, worker.local_rank)
@@ -421,76 +356,73 @@ def _refuse(spec: WorkerSpec) -> None:
 # Workers that are started and ended together ---------------------------------------------------------------
 
 
-class WholeGroup:
-    """Carries rounds out for a `SimpleElasticAgent`.
+class _WholeGroup:
+    """Carries rounds out for a `SimpleElasticAgent`: its ``_start_workers`` and so on are called.
 
     Args:
-        agent: its ``_start_workers``, ``_wait_workers`` and ``_stop_workers`` are called.
-        group: told what happens.
+        agent: the agent.
+        group: keeps the state.
         nodes: the others.
-        cleanup: stops the workers at the end.
     """
 
-    def __init__(
-        self, agent: SimpleElasticAgent, group: Group, nodes: Nodes, cleanup: contextlib.ExitStack
-    ) -> None:
+    def __init__(self, agent: SimpleElasticAgent, group: Group, nodes: Nodes) -> None:
         self._agent = agent
         self._group = group
         self._nodes = nodes
-        cleanup.callback(self._stop, signal.SIGKILL)
 
     def start(self, where: Round) -> None:
         self._group.begin_round(where)
         if where.restarts is not None:
             self._group.count_restarts(where.restarts)
-        for local_rank, worker_id in self._agent._start_workers(self._group.copy()).items():
+        for local_rank, worker_id in self._agent._start_workers(self._agent.get_worker_group()).items():
             self._group.started(local_rank, worker_id)
         self._group.all_started()
 
     def wait(self, signals: SignalQueue) -> End:
         wakers = (signals.fd, self._nodes.inbox)
-        while (failures := self._agent._wait_workers(self._group.copy(), wakers)) is None:
+        while (failures := self._agent._wait_workers(self._agent.get_worker_group(), wakers)) is None:
             if (end := self._look_outside(signals)) is not None:
                 return end
         if failures:
             return self._fail(failures)
-        for worker in self._group.copy().workers:
-            self._group.ended(worker.local_rank)
+        for rank in range(self._group.nproc):
+            self._group.ended(rank)
         return End()
 
     def _look_outside(self, signals: SignalQueue) -> End | None:
         for signum in signals.read():
             if signum in signals.ending:
-                self._nodes.leave(f"it was ended by {signal_name(signum)}")
+                name = signal_name(signum)
+                self._nodes.leave(f"it was ended by {name}")
                 self._stop(signum)
-                return End(signum=signum)
+                return End(signum=signum, signal=name)
         for news in self._nodes.inbox.take():
             if news.what is What.CLOSED:
                 continue  # the workers come to their own end
             log.warning("%s", news.why)
             ends = news.what.ends
             if not ends:
-                self._group.become(WorkerState.STOPPED)
+                self._group.stopped()
             self._stop(signal.SIGTERM)
             return End(again=not ends, ended_by=news.why if ends else "")
         return None
 
     def _fail(self, failures: dict[int, ProcessFailure]) -> End:
         again = self._group.remaining_restarts > 0
-        first = self._group.copy().workers[0].global_rank
+        first = self._agent.get_worker_group().workers[0].global_rank
         for rank in failures:
             self._group.failed(rank - first)
         if again:
             self._group.count_restarts(self._group.counts.restarts + 1)
-            self._group.become(WorkerState.STOPPED)
+            self._group.stopped()
         self._stop(signal.SIGTERM)
         counted = []
         for rank, one in failures.items():
             file = one.error_file if os.path.isfile(one.error_file) else ""
             what = Failure(rank, one.pid, one.exitcode, one.timestamp, one.message, "", error_file=file)
-            counted.append(what)
-        words = "" if again else f"rank {counted[0].rank}: {counted[0].how()}"
+            counted.append(dataclasses.replace(what, how=describe_exit(one.exitcode)))
+        words = "" if again else f"rank {counted[0].rank}: {counted[0].how}"
         return End(counted, again=again, failed=words)
 
     def _stop(self, signum: int) -> None:
-        self._agent._stop_workers(self._group.copy(), signum)
+        self._agent._stop_workers(self._agent.get_worker_group(), signum)

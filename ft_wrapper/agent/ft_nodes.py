@@ -35,10 +35,10 @@ from ..store import StoreMixin, TCPStore, connect, secret
 from ..store.address import host_port
 from ..store.bounded import bounded, call_in_thread, in_background
 from ..store.tcp_server import SERVER_IS_LIBUV
+from .job_in_store import STORE_TIMEOUT, JobInStore
 from .node_check import NodeCheck, await_pass
-from .nodes import Nodes, Round
-from .policy import STORE_TIMEOUT, JobInStore
-from .signals import News, What
+from .nodes import Nodes
+from .rounds import News, Round, What
 from .verdict import INFRASTRUCTURE, JobResult, worst
 
 log = logging.getLogger(__name__)
@@ -449,7 +449,7 @@ def _result_of_all(
     silent = [seat for seat in said if not said[seat]]
     if silent and state.policy is RoundPolicy.RANK:
         with contextlib.closing(JobInStore(where.store, lambda: True, lambda ask, _: ask())) as job:
-            slots = set(job.finished_with() or ())
+            slots = set(job.outcome().finished or ())
         silent = [seat for seat in silent if slots.intersection(drains.slots_of(seat))]
     lost = (JobResult(INFRASTRUCTURE, f"node {seat.last} went before its ranks had ended") for seat in silent)
     return worst([*map(JobResult.from_text, said.values()), *lost])

@@ -30,8 +30,8 @@ from torch.distributed.elastic.agent.server import local_elastic_agent as theirs
 from ..store.address import host_port, loopback, split_host_port
 from .group import Group
 from .metrics import metrics
-from .nodes import CannotStart, Nodes
-from .signals import Inbox, News, What
+from .nodes import CannotStart, Inbox, Nodes
+from .rounds import News, What
 
 if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
@@ -185,12 +185,12 @@ def facts(group: Group) -> dict[str, Any]:
     Args:
         group: the workers.
     """
-    now, counts = group.copy(), group.counts
+    where, counts, pids = group.round, group.counts, group.pids
     return {
-        "state": now.state.value,
-        "role": now.spec.role,
-        "group_rank": now.group_rank,
-        "ranks": {str(worker.global_rank): worker.id for worker in now.workers if worker.global_rank >= 0},
+        "state": group.state.value,
+        "role": group.role,
+        "group_rank": where and where.group_rank,
+        "ranks": {str(where.rank(rank)): pids.get(rank) for rank in range(group.nproc)} if where else {},
         "restarts": counts.restarts,
         "remaining_restarts": group.remaining_restarts,
         "rank_failures": counts.failures,

@@ -10,7 +10,7 @@ import os
 import selectors
 import signal
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from multiprocessing import connection
 
@@ -26,11 +26,13 @@ from ..protocol.keys import HEAD
 from ..store.secret import AGENT_ENV, announce, warn_if_open
 from . import ranks
 from .group import Group
-from .nodes import End, Nodes, Round
-from .outputs import ERROR_FILE_ENV, Failure, Logs, count_kernel_kills, opened, read_failure
-from .policy import JobInStore, RestartPolicy
+from .job_in_store import JobInStore
+from .nodes import Nodes
+from .outputs import ERROR_FILE_ENV, Logs, count_kernel_kills, describe_exit, opened, read_failure
+from .policy import JobFacts, JobOutcome, RestartPolicy
 from .process import INCARNATION_ENV, Job, Program, RankProcess, Request, adopted, start, with_local_rank
-from .signals import SignalQueue, interruptible, raised, signal_name
+from .rounds import End, Failure, Round
+from .signals import SHUTDOWN_TIMEOUT, SIGNALS, SignalQueue, interruptible, raised, signal_name
 from .standby import Standby
 
 log = logging.getLogger(__name__)
@@ -48,43 +50,55 @@ _FILES_OF_A_RANK = 12
 _FILES_OF_ALL = 16  # what the ranks have in common
 
 
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """What an agent runs, and how.
+
+    Args:
+        job: what the ranks have in common.
+        program: what each of them runs.
+        policy: what is done about those that fail.
+        logs_specs: where their streams and errors go.
+        signals: what is forwarded to them, and ends them.
+        shutdown_timeout: seconds from a signal that ends ranks to SIGKILL.
+        drain_timeout: seconds for which SIGTERM lets ranks come to their next step; see `Ranks`.
+        forks: whether they are forked from a process that has torch imported, where that is possible.
+        log_line_prefix: what comes before the lines that are shown; see `Logs`.
+        devices: what the ranks of this node share, where there are more ranks than devices; else 0.
+    """
+
+    job: Job
+    program: Program
+    policy: RestartPolicy
+    logs_specs: LogsSpecs
+    signals: Sequence[signal.Signals] = SIGNALS
+    shutdown_timeout: float = SHUTDOWN_TIMEOUT
+    drain_timeout: float = 0.0
+    forks: bool = True
+    log_line_prefix: str | None = None
+    devices: int = 0
+
+
 class Loop:
     """The rank processes, from their start to the last one's end; for use in the main thread.
 
     A context manager: leaving it ends what still runs, and closes what was opened.
 
     Args:
-        program: what each rank runs.
-        job: what they have in common.
+        launch: what they run, and how.
+        job: what they have in common, with what this agent serves them.
         nodes: the others: their news, and who hears that this node leaves.
-        policy: what is done about those that fail.
-        logs_specs: where their streams and errors go.
-        shutdown_timeout: seconds from a signal that ends ranks to SIGKILL.
-        drain_timeout: seconds for which SIGTERM lets ranks come to their next step; see `Ranks`.
-        standby: whether they are forked from a process that has torch imported, where that is possible.
-        group: told what happens.
-        log_line_prefix: what comes before the lines that are shown; see `Logs`.
+        group: keeps the state, for people.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        job: Job,
-        nodes: Nodes,
-        *,
-        policy: RestartPolicy,
-        logs_specs: LogsSpecs,
-        shutdown_timeout: float,
-        standby: bool,
-        group: Group,
-        drain_timeout: float = 0.0,
-        log_line_prefix: str | None = None,
-    ) -> None:
-        self._program = program
+    def __init__(self, launch: Launch, job: Job, nodes: Nodes, group: Group) -> None:
+        self._program = launch.program
         self._job = job
         self._nodes = nodes
         self._group = group
-        self._ranks = ranks.Ranks(policy, group, shutdown_timeout, drain_timeout=drain_timeout)
+        self._ranks = ranks.Ranks(
+            *(job.nproc, launch.policy, group, launch.shutdown_timeout, time.monotonic, launch.drain_timeout)
+        )
         self._running: dict[int, RankProcess] = {}  # by local rank
         self._standby: Standby | None = None
         self._in_store: JobInStore | None = None
@@ -93,11 +107,11 @@ class Loop:
             made.callback(events.emit, "agent_ended", job=job.run_id)
             self._orphans = made.enter_context(adopted())
             self._selector = made.enter_context(selectors.DefaultSelector())
-            self._logs = made.enter_context(Logs(logs_specs, job.role, log_line_prefix))
+            self._logs = made.enter_context(Logs(launch.logs_specs, job.role, launch.log_line_prefix))
             service = MonitorService(job.run_id, group.rank_metrics.restarted, nodes.agent)
             self._monitors = made.enter_context(closing(service))
             group.rank_metrics.ranks = service.ranks
-            if standby and program.script is not None:
+            if launch.forks and launch.program.script is not None:
                 self._start_standby()
             events.emit("agent_started", job=job.run_id, started=events.started())
             self._cleanup = made.pop_all()
@@ -133,7 +147,7 @@ class Loop:
         with raised():
             self._in_store = JobInStore(where.store, self._nodes.have_formed, interruptible)
             announce(self._in_store.store, self._nodes.agent, HEAD)
-        starts = self._ranks.begin_round(where, self._in_store)
+        starts = self._ranks.begin_round(where)
         first_rank = where.base_rank if where.node else 0
         self._logs.begin_round({each.rank: self._environment(each) for each in starts}, first_rank)
         for each in starts:
@@ -157,7 +171,7 @@ class Loop:
                 ready, arrived = self._select(), signals.read()
                 for signum in arrived:  # before the ends, which it may have caused
                     if signum in signals.ending:
-                        self._carry_out(self._ranks.signalled(signum))
+                        self._carry_out(self._ranks.signalled(signum, signal_name(signum)))
                     elif signum != signal.SIGCHLD:
                         self._notify(signum)
                 for key in ready:
@@ -168,12 +182,12 @@ class Loop:
                 if signal.SIGCHLD in arrived:
                     self._reap_orphans()
                 for news in self._nodes.inbox.take():
-                    self._carry_out(self._ranks.told(news))
+                    self._carry_out(self._ranks.take_news(news))
                 self._do_what_is_due()
         finally:
             for waited_for in (signals.fd, self._nodes.inbox):
                 self._selector.unregister(waited_for)
-        return self._ranks.end()
+        return self._ranks.end(self._outcome(self._ranks.needs_outcome_at_end))
 
     # Waiting -------------------------------------------------------------------------------------------
 
@@ -193,7 +207,14 @@ class Loop:
             log.warning("the standby process does not answer: ranks are started without it")
             for request in self._end_standby():
                 self._execute_or_fail(request)
-        self._carry_out(self._ranks.tick())
+        self._carry_out(self._ranks.tick(self._outcome(self._ranks.needs_outcome)))
+
+    def _outcome(self, is_needed: bool) -> JobOutcome:
+        return self._in_store.outcome() if is_needed and self._in_store is not None else JobOutcome()
+
+    def _facts_of(self, failure: Failure) -> JobFacts:
+        assert self._in_store is not None
+        return self._in_store.facts_of(failure.rank, failure.pid)
 
     def _reap_orphans(self) -> None:
         ours = [process.pid for process in self._running.values()]
@@ -240,8 +261,10 @@ class Loop:
                         self._carry_out(self._ranks.waits_at_end(since))
                 case ranks.LeaveJob():
                     self._nodes.leave(action.why)
-                case ranks.Tell():
-                    self._tell(action)
+                case ranks.ReportFailure():
+                    self._report(action)
+                case ranks.Log():
+                    log.log(logging.WARNING if action.is_warning else logging.INFO, "%s", action.line)
                 case ranks.AskToLeave():
                     if not self._monitors.ask_to_leave(self._running[action.rank].pid):
                         self._ranks.does_not_leave(action.rank)
@@ -258,14 +281,13 @@ class Loop:
         words = "%s: handed to %s; no other running rank of this node has a handler for it"
         log.warning(words, signal_name(signum), self._ranks.names(handle))
 
-    def _tell(self, told: ranks.Tell) -> None:
-        failure = told.failure
+    def _report(self, report: ranks.ReportFailure) -> None:
+        failure = report.failure
         running = sum(not process.has_ended() for process in self._running.values())
         level = logging.INFO if failure.ended_by else logging.WARNING
         others = f"; {running} still running" if running else ""
-        log.log(
-            level, "rank %d (pid %d): %s%s; %s", failure.rank, failure.pid, failure.how(), others, told.why
-        )
+        words = "rank %d (pid %d): %s%s; %s"
+        log.log(level, words, failure.rank, failure.pid, failure.how, others, report.why)
 
     # Starting ------------------------------------------------------------------------------------------
 
@@ -307,8 +329,9 @@ class Loop:
         except OSError as error:
             self._logs.close(rank, incarnation)
             words, number = f"cannot be started: {error}", self._ranks.round.rank(rank)
-            failure = Failure(number, 0, 1, time.time(), words, "", incarnation)
-            self._carry_out(self._ranks.not_started(rank, failure))
+            how = describe_exit(1)
+            failure = Failure(number, 0, 1, time.time(), words, "", incarnation, how=how)
+            self._carry_out(self._ranks.not_started(rank, failure, self._facts_of(failure)))
 
     def _execute_or_fail(self, request: Request) -> None:
         with self._or_failed(request.rank, request.incarnation):
@@ -393,10 +416,12 @@ class Loop:
         failure = None
         if (exitcode != 0 or is_lost) and not self._ranks.is_stopping:
             rank = self._ranks.round.rank(asked.rank)
-            failure = read_failure(rank, process.pid, asked.incarnation, exitcode, asked.files)
-            kernel_kills = max(0, count_kernel_kills() - asked.kernel_kills)
-            failure = dataclasses.replace(failure, kernel_kills=kernel_kills)
-        actions = self._ranks.ended(asked.rank, exitcode, failure)
+            kills = max(0, count_kernel_kills() - asked.kernel_kills)
+            failure = read_failure(rank, process.pid, asked.incarnation, exitcode, asked.files, kills)
+        facts = JobFacts()
+        if failure is not None and self._ranks.decides(asked.rank):
+            facts = self._facts_of(failure)
+        actions = self._ranks.ended(asked.rank, exitcode, failure, facts)
         if was_to_leave:
             self._group.dismissed(asked.rank)
         self._carry_out(actions)

@@ -88,8 +88,8 @@ class _Collector:
         """All that the rendezvous knows; of another one the number of nodes that take part."""
         states = self._nodes.states()
         if not states:
-            taking_part = self._group.copy().group_world_size
-            return {} if taking_part is None else {"active": taking_part}
+            where = self._group.round
+            return {} if where is None else {"active": where.group_world_size}
         return _all(NODE_STATES, states)
 
     def _filled(self, kind: "_Kind", name: str, words: str, values: _Values, label: str = "") -> "Metric":

@@ -3,11 +3,15 @@
 And what an agent asks of the other nodes: rounds, news, and how to leave.
 """
 
+import collections
 import dataclasses
 import logging
 import selectors
 import shlex
-from collections.abc import Callable, Sequence
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
 from torch.distributed import DistError
@@ -17,9 +21,9 @@ from ..exception import StoreError
 from ..log_lines import note_node
 from ..monitor.service import service_name
 from ..store.bounded import in_background
-from .outputs import Failure
-from .signals import Inbox, News, Signalled, SignalQueue, What, signal_name
-from .verdict import BAD_NODE, COMMAND_LINE, DONE, INFRASTRUCTURE, PROGRAM, JobResult, worst
+from .rounds import End, News, Round, What
+from .signals import Signalled, SignalQueue, signal_name
+from .verdict import BAD_NODE, COMMAND_LINE, DONE, INFRASTRUCTURE, JobResult, worst
 
 log = logging.getLogger(__name__)
 
@@ -35,115 +39,99 @@ class BadNode(elastic.RendezvousError):
     """This node cannot take part, whatever the others do."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Round:
-    """One formation of the job, as one node sees it: from one start of all ranks to the next.
-
-    Args:
-        address: ``host:port`` of the store that the ranks of all nodes use.
-        world_size: ranks of all nodes.
-        base_rank: the first rank of this node, and its slot; those of the others follow.
-        group_rank: this node's number.
-        group_world_size: number of nodes.
-        role_rank: number of the first rank of this node among those of the same role.
-        role_world_size: ranks of this role on all nodes.
-        formation_size: ranks that the job began with; more may have come later.
-        restarts: how often all ranks were restarted, if that is known for all nodes; None if each agent
-            counts for itself.
-        formed: whether the ranks have formed a wrapped job already, which those of this node are to join.
-        node: what to call this node in messages; empty if there is no other.
-        agreed_in: address of the store in which wrapped ranks agree, if that is another one; it outlives all
-            nodes then.
-    """
-
-    address: str
-    world_size: int
-    base_rank: int
-    group_rank: int
-    group_world_size: int
-    role_rank: int
-    role_world_size: int
-    formation_size: int
-    restarts: int | None = None
-    formed: bool = False
-    node: str = ""
-    agreed_in: str = ""
-
-    @property
-    def store(self) -> str:
-        """Address of the store in which wrapped ranks agree."""
-        return self.agreed_in or self.address
-
-    def rank(self, local_rank: int) -> int:
-        """The rank, and slot, of one of this node's ranks."""
-        return self.base_rank + local_rank
-
-
-def alone(address: str, nproc: int) -> Round:
-    """The round of a job on one node: its ranks are all there are."""
-    return Round(address, nproc, 0, 0, 1, 0, nproc, nproc)
-
-
-@dataclasses.dataclass(frozen=True)
-class End:
-    """How the ranks of this node ended, for a round or for good.
-
-    Args:
-        failures: those that count, in the order of happening.
-        signum: the signal that ended the job, or None.
-        forgiven: those that the job finished without.
-        again: whether all are to be restarted, in the next round.
-        failed: why the job cannot go on, on any node; empty if it can, or has finished.
-        ended_by: why another node has ended the job; empty if none has.
-        lost: whether no rank of this node is left in a job that goes on elsewhere.
-        closed: whether the other nodes have stopped waiting for each other.
-        drained: whether all ranks of this node were asked to leave, and have.
-        node: what this node is called; empty if there is no other.
-        elsewhere: how the job has ended, as the other ranks or nodes say.
-        left: how this node's part has ended, if that was before the job's end.
-    """
-
-    failures: list[Failure] = dataclasses.field(default_factory=list)
-    signum: int | None = None
-    forgiven: list[Failure] = dataclasses.field(default_factory=list)
-    again: bool = False
-    failed: str = ""
-    ended_by: str = ""
-    lost: bool = False
-    closed: bool = False
-    drained: bool = False
-    node: str = ""
-    elsewhere: JobResult | None = None
-    left: JobResult | None = None
-
-    def result(self) -> JobResult:
-        """What this end means: for the job, or for this node's part if that ended before."""
-        if self.signum is not None:
-            return JobResult(128 + self.signum, f"it was ended by {signal_name(self.signum)}")
-        if self.ended_by:
-            return self.elsewhere or JobResult(INFRASTRUCTURE, self.ended_by)
-        own = result_of_failures(self.failures, self.node) if self.failures else None
-        return self.left or worst((own, self.elsewhere)) or JobResult(DONE)
-
-
-def result_of_failures(failures: Sequence[Failure], node: str) -> JobResult:
-    """What the failures of a node's ranks mean for the job.
-
-    A process that gave up, or exited by itself, would do so again. One that was killed counts as a loss,
-    unless one was killed by the same signal in the round before, and no job has formed.
-
-    Args:
-        failures: those that count, the first one first; at least one.
-        node: what the node is called; empty if there is no other.
-    """
-    first = next((one for one in failures if one.gave_up), failures[0])
-    is_lost = (first.exitcode < 0 and not first.came_before) or first.was_stranded
-    code = INFRASTRUCTURE if is_lost and not first.gave_up else PROGRAM
-    culprit = f"rank {first.rank} (pid {first.pid}{node and f', node {node}'})"
-    return JobResult(code, f"{first.how()}{first.error and f': {first.error}'}", culprit)
-
-
 # The others ------------------------------------------------------------------------------------------------
+
+
+class Inbox:
+    """News that other threads have put here; one can `select` on it.
+
+    Attributes:
+        term: which round it is, for `put`.
+    """
+
+    def __init__(self) -> None:
+        self._items: collections.deque[tuple[int, News]] = collections.deque()
+        self._read_end, self._write_end = socket.socketpair()
+        self._read_end.setblocking(False)
+        self._write_end.setblocking(False)
+        self._lock = threading.Lock()
+        self.term = 0
+        self._attended = True
+        self._knocks: list[threading.Event] = []
+
+    def fileno(self) -> int:
+        """Readable when there is news."""
+        return self._read_end.fileno()
+
+    def begin_term(self) -> None:
+        """From now on only news of this new round counts."""
+        with self._lock:
+            self.term += 1
+
+    def put(self, term: int, news: News) -> None:
+        """Adds news; from any thread, and without harm after the end.
+
+        Args:
+            term: the round that it belongs to.
+            news: what there is.
+        """
+        with self._lock:
+            self._items.append((term, news))
+            self._wake()
+
+    def take(self) -> list[News]:
+        """Takes out the news of this round. Does not block."""
+        with self._lock:
+            with suppress(BlockingIOError):
+                self._read_end.recv(4096)
+            self._answer()
+            items = [news for term, news in self._items if term == self.term]
+            self._items.clear()
+            return items
+
+    def knock(self) -> threading.Event:
+        """Wakes the loop that waits for news; from any thread.
+
+        Returns:
+            An event that is set once the loop has looked; or at once, while it is not supposed to look.
+        """
+        answered = threading.Event()
+        with self._lock:
+            self._knocks.append(answered)
+            if self._attended:
+                self._wake()
+            else:
+                self._answer()
+        return answered
+
+    @contextmanager
+    def unattended(self) -> Iterator[None]:
+        """For a while the loop does not look: it waits for something else, with a timeout of its own."""
+        with self._lock:
+            self._attended = False
+            self._answer()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._attended = True
+
+    def close(self) -> None:
+        """Closes the sockets."""
+        with self._lock:
+            self._attended = False
+            self._answer()
+            self._read_end.close()
+            self._write_end.close()
+
+    def _wake(self) -> None:
+        with suppress(OSError):  # it is readable, or closed
+            self._write_end.send(b"!")
+
+    def _answer(self) -> None:
+        for answered in self._knocks:
+            answered.set()
+        self._knocks.clear()
 
 
 class Nodes:
@@ -317,7 +305,7 @@ def run_rounds(nodes: Nodes, workers: Workers, signals: SignalQueue) -> End:
             name = signal_name(signalled.signum)
             log.warning("%s: this node leaves before the rendezvous is complete", name)
             nodes.leave(f"it was ended by {name}")
-            return End(signum=signalled.signum)
+            return End(signum=signalled.signum, signal=name)
         except elastic.RendezvousGracefulExitError as error:
             log.info("%s", error)
             return End(elsewhere=nodes.closed_with())
@@ -391,9 +379,10 @@ def _wait(end: End, nodes: Nodes, signals: SignalQueue) -> End:
             selector.select()
             for signum in signals.read():
                 if signum in signals.ending:
-                    log.warning("%s: this node leaves; its ranks had ended", signal_name(signum))
-                    nodes.leave(f"it was ended by {signal_name(signum)}")
-                    return dataclasses.replace(end, signum=signum)
+                    name = signal_name(signum)
+                    log.warning("%s: this node leaves; its ranks had ended", name)
+                    nodes.leave(f"it was ended by {name}")
+                    return dataclasses.replace(end, signum=signum, signal=name)
             for news in nodes.inbox.take():
                 if news.what in (What.DRAIN, What.NOTICE):
                     continue  # no rank is left here

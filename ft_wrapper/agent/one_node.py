@@ -19,9 +19,10 @@ from ..store import TCPStore, TCPStoreServer, secret
 from ..store.address import host_port, loopback
 from ..store.bounded import in_background
 from .ft_nodes import asked_of, what_follows
+from .job_in_store import STORE_TIMEOUT
 from .node_check import NodeCheck, await_pass
-from .nodes import Nodes, Round, alone
-from .policy import STORE_TIMEOUT
+from .nodes import Nodes
+from .rounds import Round, alone
 
 _END_TIMEOUT = 5.0
 

@@ -15,6 +15,7 @@ import shutil
 import signal
 import string
 import sys
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -34,11 +35,12 @@ from ..rendezvous.settings import ETCD_NAMES, NAME, read_parameters, unknown_opt
 from ..settings import LONGEST
 from ..store import secret
 from ..store.address import why_unknown, without_brackets
+from .loop import Launch
 from .node_check import TIMEOUT, NodeCheck
 from .nodes import EXIT_BARRIER_TIMEOUT
 from .outputs import ERROR_FILE_ENV, PREFIX_ENV, PREFIX_WORDS
-from .policy import RANK_RESTARTS, Policy
-from .process import Program, python_program
+from .policy import RANK_RESTARTS, Policy, RestartPolicy
+from .process import Job, Program, python_program
 from .signals import SHUTDOWN_TIMEOUT, SIGNALS
 
 T = TypeVar("T")
@@ -108,7 +110,7 @@ DIFFERENT = {
     "ranks' store (default: a free one)",
     "--monitor-interval SECONDS": f"how often to look whether nodes wait, with torch's rendezvous; {NAME} "
     f"and {ETCD_NAMES[0]} tell, and the end of a rank is seen at once (default: "
-    "{DEFAULT_MONITOR_INTERVAL:g})",
+    f"{DEFAULT_MONITOR_INTERVAL:g})",
     "--max-restarts N": "how often all ranks may be restarted, counted for all nodes (default: 0)",
     "--shutdown-timeout SECONDS": "from a forwarded signal, or the end of a group, to SIGKILL (default: "
     f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT, else {SHUTDOWN_TIMEOUT:g})",
@@ -472,7 +474,7 @@ class Options:
         policy: what is done about a rank that fails.
         max_restarts: how often all ranks may be restarted.
         max_rank_restarts: how often each rank may be started again alone.
-        standby: whether ranks are forked from a process that has torch imported.
+        forks: whether ranks are forked from a process that has torch imported.
         logs_specs: what decides where log files go.
         virtual_local_rank: whether each rank sees its own GPU only.
         active_world_size: so many ranks call the function of a wrapped job; None: all.
@@ -507,7 +509,7 @@ class Options:
     policy: Policy
     max_restarts: int
     max_rank_restarts: int
-    standby: bool
+    forks: bool
     monitor_interval: float
     exit_barrier_timeout: float
     logs_specs: type[LogsSpecs] = DefaultLogsSpecs
@@ -528,6 +530,23 @@ class Options:
     result_file: str = ""
     drained_exit_code: int = 0
     secret: bytes | None = dataclasses.field(default=None, repr=False)
+
+    def launch(self, logs_specs: LogsSpecs) -> Launch:
+        """What this node's agent runs, and how; ``logs_specs`` says where log files go."""
+        nproc, active, virtual = self.nproc_per_node, self.active_world_size, self.virtual_local_rank
+        run_id = (self.rendezvous or self).run_id or str(uuid.uuid4())
+        return Launch(
+            Job(nproc, self.role, run_id, self.max_restarts, active, virtual),
+            self.program,
+            RestartPolicy(self.policy, self.max_restarts, self.max_rank_restarts),
+            logs_specs,
+            self.signals,
+            self.shutdown_timeout,
+            self.drain_timeout,
+            self.forks,
+            self.log_line_prefix,
+            self.devices,
+        )
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Options:
@@ -566,7 +585,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
         "policy": policy,
         "max_restarts": args.max_restarts or 0,
         "max_rank_restarts": RANK_RESTARTS if args.max_rank_restarts is None else args.max_rank_restarts,
-        "standby": not args.no_standby,
+        "forks": not args.no_standby,
         "logs_specs": args.logs_specs or DefaultLogsSpecs,
         "run_id": "" if args.standalone or args.rdzv_id == DEFAULT_RDZV_ID else args.rdzv_id,
         "log_line_prefix": _log_line_prefix(parser, args),

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TextIO
@@ -26,6 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from .._files import owners_only
 from ..report import table
+from .rounds import Failure
 from .signals import signal_name
 
 log = logging.getLogger(__name__)
@@ -236,53 +237,25 @@ class Tail:
 # Failures --------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Failure:
-    """The end of a rank's process that did not exit with 0, or did so in its wrapped call.
+def describe_exit(exitcode: int, kernel_kills: int = 0, lost_output: str = "") -> str:
+    """Says in words how a process ended.
 
     Args:
-        rank: the rank, among those of all nodes.
-        pid: its process; 0 if none could be started.
         exitcode: its exit code, or minus the number of the signal that ended it.
-        when: seconds since the epoch: of the exception, if it was recorded, else of the end.
-        error: the first line of what was recorded; empty if nothing was.
-        file: where to read on: a log file or the error file; empty if there is none.
-        incarnation: which process in a row of the rank it was.
-        error_file: where its exception was recorded; empty if it was not.
-        ended_by: the error of another rank that ended the job, and this process with it; empty if none did.
-        kernel_kills: how many processes the kernel has killed here for lack of memory since this one began.
-        gave_up: whether it left the job for good, because going on is of no use.
-        was_stranded: whether it left the job because the store or the other ranks did not answer.
-        came_before: whether a process ended with this exit code in the round before, and no job has formed.
+        kernel_kills: how many processes the kernel has killed here for lack of memory since it began.
         lost_output: where nothing can be written to its log files, which and why; else empty.
     """
-
-    rank: int
-    pid: int
-    exitcode: int
-    when: float
-    error: str
-    file: str
-    incarnation: int = 0
-    error_file: str = ""
-    ended_by: str = ""
-    kernel_kills: int = 0
-    gave_up: bool = False
-    was_stranded: bool = False
-    came_before: bool = False
-    lost_output: str = ""
-
-    def how(self) -> str:
-        """Says in words how the process ended."""
-        if self.exitcode == -signal.SIGKILL and self.kernel_kills:
-            return f"killed by SIGKILL (out of memory? the kernel has killed {self.kernel_kills} meanwhile)"
-        if self.exitcode < 0:
-            return f"killed by {signal_name(-self.exitcode)}"
-        said = f"exit code {self.exitcode}" + ("" if self.exitcode else " in its wrapped call")
-        return f"{said} ({self.lost_output}; its prints fail and are lost)" if self.lost_output else said
+    if exitcode == -signal.SIGKILL and kernel_kills:
+        return f"killed by SIGKILL (out of memory? the kernel has killed {kernel_kills} meanwhile)"
+    if exitcode < 0:
+        return f"killed by {signal_name(-exitcode)}"
+    said = f"exit code {exitcode}" + ("" if exitcode else " in its wrapped call")
+    return f"{said} ({lost_output}; its prints fail and are lost)" if lost_output else said
 
 
-def read_failure(rank: int, pid: int, incarnation: int, exitcode: int, files: RankFiles) -> Failure:
+def read_failure(
+    rank: int, pid: int, incarnation: int, exitcode: int, files: RankFiles, kernel_kills: int = 0
+) -> Failure:
     """Puts together what is known of a failed process, right after its end.
 
     Args:
@@ -291,6 +264,7 @@ def read_failure(rank: int, pid: int, incarnation: int, exitcode: int, files: Ra
         incarnation: which process in a row of the rank it was.
         exitcode: its exit code, or minus the number of the signal.
         files: its streams and its error file.
+        kernel_kills: how many processes the kernel has killed here for lack of memory since it began.
     """
     error, when, recorded_in = "", time.time(), ""
     logs = [file for file in (files.stdout, files.stderr) if file not in ("", os.devnull)]
@@ -307,8 +281,8 @@ def read_failure(rank: int, pid: int, incarnation: int, exitcode: int, files: Ra
             error = (message.strip().splitlines() or [""])[0]
             if 0 < recorded < when:
                 when = recorded
-    failed = Failure(rank, pid, exitcode, when, error, logs[-1] if logs else "", incarnation, recorded_in)
-    return dataclasses.replace(failed, lost_output=lost_output)
+    how, file = describe_exit(exitcode, kernel_kills, lost_output), logs[-1] if logs else ""
+    return Failure(rank, pid, exitcode, when, error, file, incarnation, recorded_in, how=how)
 
 
 def _why_lost(log_file: str) -> str:
@@ -353,11 +327,6 @@ def write_own_error_file(cause: Failure | Exception) -> None:
         log.warning("%s=%s cannot be written: %s", ERROR_FILE_ENV, os.environ[ERROR_FILE_ENV], error)
 
 
-def in_order(failures: Iterable[Failure]) -> list[Failure]:
-    """Sorts failures by time, the first one first; those of the same second, as records count, stay."""
-    return sorted(failures, key=lambda failure: int(failure.when))
-
-
 def report(failures: Sequence[Failure], nproc: int, node: str = "") -> str:
     """Says who failed, how and where to look.
 
@@ -372,7 +341,7 @@ def report(failures: Sequence[Failure], nproc: int, node: str = "") -> str:
     rows: list[tuple[object, ...]] = [("rank", "pid", "when", "how", "error", "file")]
     for failure in failures:
         when = time.strftime("%H:%M:%S", time.localtime(failure.when))
-        rows.append((failure.rank, failure.pid or "", when, failure.how(), failure.error, failure.file))
+        rows.append((failure.rank, failure.pid or "", when, failure.how, failure.error, failure.file))
     ranks = len({failure.rank for failure in failures})
     times = f", {len(failures)} times in all" if len(failures) > ranks else ""
     where = f" of node {node}" if node else ""

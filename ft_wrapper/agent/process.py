@@ -24,8 +24,8 @@ from ..environment import ACTIVE_WORLD_SIZE_ENV, FORMATION_SIZE_ENV
 from ..store.address import split_host_port
 from ..store.plan import ANNOUNCED
 from ..torch_groups.device import DEVICES_ENV
-from .nodes import Round
 from .outputs import RankFiles, count_kernel_kills
+from .rounds import Round
 from .signals import NOTICES
 
 INCARNATION_ENV = "FT_WRAPPER_INCARNATION"

@@ -1,4 +1,4 @@
-"""What is done about the ranks of a node: what happens in, actions out. No process, thread or wait in here.
+"""What is done about the ranks of a node: events and facts in, actions out. Pure.
 
 Each rank of a round is in one state, or in none once it has ended for good:
 
@@ -9,19 +9,11 @@ A stop ends those that run, and takes back what is asked for or due. It is follo
 """
 
 import dataclasses
-import logging
-import signal
-import time
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-from torch.distributed.elastic.agent.server.api import WorkerState
-
-from .group import Group
-from .nodes import End, Round
-from .outputs import Failure, in_order
-from .policy import JobInStore, Remedy, RestartPolicy
-from .signals import News, What, signal_name
+from .policy import JobFacts, JobOutcome, Remedy, RestartPolicy
+from .rounds import End, Failure, News, Round, What, in_order
 from .verdict import PROGRAM, JobResult
 
 # Actions: data, carried out by `ft_wrapper.agent.loop` ------------------------------------------------------
@@ -97,17 +89,25 @@ class AskEnd(RankAction):
 
 @dataclasses.dataclass(frozen=True)
 class LeaveJob(RankAction):
-    """Tells the other nodes that this one leaves."""
+    """Leaves the job, for the other nodes."""
 
     why: str
 
 
 @dataclasses.dataclass(frozen=True)
-class Tell(RankAction):
-    """Tells people of a failure, and what follows. The last action: a log line is not worth waiting for."""
+class ReportFailure(RankAction):
+    """Logs a failure, and what follows. The last action: a log line is not worth waiting for."""
 
     failure: Failure
     why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Log(RankAction):
+    """Logs a line."""
+
+    line: str
+    is_warning: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,8 +132,8 @@ class AskDrain(RankAction):
     signum: int | None = None
 
 
-log = logging.getLogger(__name__)
-
+#: Signals.
+TERM, KILL = 15, 9
 #: Seconds from a start to the fork of the next process ahead: it is not to be in the way of a restart.
 SPARE_DELAY = 1.0
 #: Seconds for which ranks may wait at their end, if another one has failed for good.
@@ -163,6 +163,7 @@ class _Due:
 
 
 _State = TypeVar("_State", _Asked, _Running, _Due)
+_UNKNOWN = JobFacts()
 
 
 @dataclasses.dataclass
@@ -190,16 +191,27 @@ class _Leaving:
     """
 
     at: float
-    signum: int = signal.SIGTERM
+    signum: int = TERM
+
+
+class Notes(Protocol):
+    """Keeps state and counts of the ranks, for people: a `ft_wrapper.agent.group.Group`."""
+
+    def count_restarts(self, restarts: int) -> None: ...
+    def started(self, local_rank: int, pid: int, *, replaces: bool = False) -> None: ...
+    def ended(self, local_rank: int) -> None: ...
+    def failed(self, local_rank: int) -> None: ...
+    def dismissed(self, local_rank: int) -> None: ...
+    def stopped(self) -> None: ...
 
 
 class Ranks:
     """The state of a node's ranks, round after round.
 
-    A policy may ask the ranks' store, so handling a failure may take seconds. Therefore a clock is handed in,
-    rather than the time with each call: a rank that is to end gets its whole time however long that took.
+    A failure is decided with what the ranks' store says of it (`JobFacts`), which the caller has asked for.
 
     Args:
+        nproc: how many there are.
         policy: what is done about those that fail.
         group: keeps state and counts, for people.
         shutdown_timeout: seconds from the signal that ends ranks to `Kill`.
@@ -215,18 +227,19 @@ class Ranks:
 
     def __init__(
         self,
+        nproc: int,
         policy: RestartPolicy,
-        group: Group,
+        group: Notes,
         shutdown_timeout: float,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float],
         drain_timeout: float = 0.0,
     ) -> None:
+        self._nproc = nproc
         self._policy = policy
         self._group = group
         self._shutdown_timeout = shutdown_timeout
         self._drain_timeout = drain_timeout
         self._clock = clock
-        self._job: JobInStore
         self._ranks: dict[int, _Asked | _Running | _Due] = {}  # by local rank
         self._failures: list[Failure] = []
         self._before: set[int] = set()  # exit codes in the round before
@@ -268,13 +281,35 @@ class Ranks:
         moments += [leaving.at for leaving in self._running_but_leaving().values()]
         return min(moments, default=None)
 
-    def end(self) -> End:
-        """How the round has ended, and which failures count. Asks the store."""
+    def decides(self, rank: int) -> bool:
+        """Whether a failure of a local rank leads to a decision, which takes `JobFacts`."""
+        return self._stop is None and rank not in self._leaving
+
+    @property
+    def needs_outcome(self) -> bool:
+        """Whether `tick` has to know if the job has finished: a rank that failed is to be started again.
+
+        It is not once the others have finished the job; then the template is not waited for either: it may
+        hang.
+        """
+        waits = self._has(_Due) or (self._has(_Asked) and self._failures)
+        return bool(waits) and not self._has(_Running) and not self._out_of_reach
+
+    @property
+    def needs_outcome_at_end(self) -> bool:
+        """Whether `end` has to know how the job has ended."""
         again = self._stop is not None and self._stop.again
         # The store may be gone with the node that ended the job. And it has to say nothing but this.
         is_ended = self._outcome.ended_by or self._outcome.signum is not None
-        asked = bool(self._failures or self._leaving) and not again and not is_ended
-        finished = self._job.finished_with() if asked else None
+        return bool(self._failures or self._leaving) and not again and not is_ended
+
+    def end(self, outcome: JobOutcome) -> End:
+        """How the round has ended, and which failures count.
+
+        Args:
+            outcome: how the job has ended, where `needs_outcome_at_end`.
+        """
+        again, finished = self._stop is not None and self._stop.again, outcome.finished
         counted: list[Failure] = []
         forgiven: list[Failure] = []
         for failure in in_order(self._failures):
@@ -285,7 +320,7 @@ class Ranks:
                 counts = failure.rank - self.round.base_rank not in self._healed
             (counted if counts else forgiven).append(failure)
         own = [failure for failure in counted if not failure.ended_by]
-        all_failed = len({failure.rank for failure in counted}) == self._nproc()
+        all_failed = len({failure.rank for failure in counted}) == self._nproc
         # Those that were asked to leave when it was too late have come to the job's end instead.
         left = {self.round.rank(rank) for rank in self._leaving}.difference(finished or ())
         return dataclasses.replace(
@@ -296,8 +331,8 @@ class Ranks:
             elsewhere=self._outcome.elsewhere
             or (JobResult(PROGRAM, counted[0].ended_by) if counted and not own else None),
             # A plain script needs all its ranks.
-            lost=all_failed and finished is None and not again and self._job.has_formed(),
-            drained=not again and len(left) == self._nproc(),
+            lost=all_failed and finished is None and not again and outcome.formed,
+            drained=not again and len(left) == self._nproc,
             node=self.round.node,
         )
 
@@ -308,14 +343,13 @@ class Ranks:
 
     # What happens: each answers what is to be done, in this order ----------------------------------------
 
-    def begin_round(self, where: Round, job: JobInStore) -> list[Start]:
+    def begin_round(self, where: Round) -> list[Start]:
         """The nodes have met: all ranks are to be started.
 
         Args:
             where: the round.
-            job: answers what its store knows.
         """
-        self.round, self._job = where, job
+        self.round = where
         self._policy.begin_round(where.restarts, formed=where.formed)
         self._group.count_restarts(self._policy.restarts)
         self._stop = None
@@ -324,7 +358,7 @@ class Ranks:
         self._healed.clear()
         self._leaving.clear()
         self._ask_end_at = None
-        return [self._start(rank, 0) for rank in range(self._nproc())]
+        return [self._start(rank, 0) for rank in range(self._nproc)]
 
     def forked(self, rank: int, incarnation: int, pid: int) -> list[RankAction]:
         """A process that was asked for runs."""
@@ -334,51 +368,53 @@ class Ranks:
         is_replaced = self._policy.replaces(self.round.rank(rank))
         self._spare_at = now + SPARE_DELAY if is_replaced else None
         if self._stop is not None:  # it came too late for the signal that the others got
-            return [Send(self._outcome.signum or signal.SIGTERM, rank)]
+            return [Send(self._outcome.signum or TERM, rank)]
         return [AskToLeave(rank)] if rank in self._leaving else []
 
-    def not_started(self, rank: int, failure: Failure) -> list[RankAction]:
+    def not_started(self, rank: int, failure: Failure, facts: JobFacts) -> list[RankAction]:
         """A process that was asked for could not be started; says why, as the failure that it is."""
         self._ranks.pop(rank, None)
-        return [] if self._stop is not None else self._decide(rank, failure, lived=0.0)
+        return [] if self._stop is not None else self._decide(rank, failure, 0.0, facts)
 
-    def ended(self, rank: int, exitcode: int, failure: Failure | None = None) -> list[RankAction]:
+    def ended(
+        self, rank: int, exitcode: int, failure: Failure | None = None, facts: JobFacts = _UNKNOWN
+    ) -> list[RankAction]:
         """A process has ended.
 
         Args:
             rank: its local rank.
             exitcode: its exit code, or minus the number of the signal that ended it.
             failure: how it failed; None if it did not, or if a stop ended it.
+            facts: what the store says of that.
         """
         process = self._ranks.pop(rank)
         if (exitcode == 0 and failure is None) or rank in self._leaving:
             self._healed.add(rank)
             self._group.ended(rank)
         if rank in self._leaving and self._stop is None:
-            log.info("rank %d has left the job, as it was asked to", self.round.rank(rank))
             self._failures += [failure] if failure is not None else []  # for `end`: it may not have left
-            return []
+            line = f"rank {self.round.rank(rank)} has left the job, as it was asked to"
+            return [Log(line, is_warning=False)]
         if failure is None or self._stop is not None:
             return []  # what a signal of ours ended did not fail of its own accord
         assert isinstance(process, _Running)
-        return self._decide(rank, failure, self._clock() - process.started)
+        return self._decide(rank, failure, self._clock() - process.started, facts)
 
-    def signalled(self, signum: int) -> list[RankAction]:
+    def signalled(self, signum: int, name: str) -> list[RankAction]:
         """A signal arrived that ends the job; or drains this node, once, where that is wanted."""
-        name = signal_name(signum)
-        if signum == signal.SIGTERM and self._drain_timeout and self._stop is None:
+        if signum == TERM and self._drain_timeout and self._stop is None:
             within, self._drain_timeout = self._drain_timeout, 0.0
             return [AskDrain(within, name, signum)]
-        log.warning("%s: forwarded to %s", name, self.names())
+        line = Log(f"{name}: forwarded to {self.names()}")
         if self._outcome.signum is not None:
-            return [Send(signum)]
-        self._note(signum=signum)
+            return [line, Send(signum)]
+        self._note(signum=signum, signal=name)
         self._healed.update(self._of(_Running))
         # The others hear of it first: so none of them waits for ranks that are about to end.
         leave = LeaveJob(f"it was ended by {name}")
-        return [*self._begin_stop(again=False), leave, EndTemplate(signum), Send(signum)]
+        return [line, *self._begin_stop(again=False), leave, EndTemplate(signum), Send(signum)]
 
-    def told(self, news: News) -> list[RankAction]:
+    def take_news(self, news: News) -> list[RankAction]:
         """The other nodes have done something."""
         if news.what is What.CLOSED:
             self._note(closed=True, elsewhere=news.result)  # the ranks come to their own end
@@ -393,8 +429,8 @@ class Ranks:
         if self._stop is not None:
             self._stop.again = self._stop.again and not ends
             return []
-        log.warning("%s; %s", news.why, "all ranks end" if ends else f"{self.names()} restart")
-        return [*self._begin_stop(again=not ends), Send(signal.SIGTERM)]
+        line = Log(f"{news.why}; {'all ranks end' if ends else f'{self.names()} restart'}")
+        return [line, *self._begin_stop(again=not ends), Send(TERM)]
 
     def place(self, *, is_ours: bool, out_of_reach: str = "") -> list[RankAction]:
         """The answer to `AskPlace`.
@@ -427,9 +463,8 @@ class Ranks:
         """
         if self._stop is not None or self._clock() - since < END_LIMIT:
             return []
-        words = "%s: waited %g s to exit and are ended: another rank of this node failed for good"
-        log.warning(words, self.names(), END_LIMIT)
-        return [*self._begin_stop(again=False), Send(signal.SIGTERM)]
+        waited = f"waited {END_LIMIT:g} s to exit and are ended: another rank of this node failed for good"
+        return [Log(f"{self.names()}: {waited}"), *self._begin_stop(again=False), Send(TERM)]
 
     def stays(self, asked: AskDrain, why: str) -> list[RankAction]:
         """The other nodes cannot go on without this one, or are not heard: a signal does what it always does.
@@ -438,22 +473,29 @@ class Ranks:
             asked: what was asked.
             why: for people.
         """
-        log.warning("%s: this node is not drained: %s", asked.why, why)
-        return [] if asked.signum is None else self.signalled(asked.signum)
+        line = Log(f"{asked.why}: this node is not drained: {why}")
+        return [line, *([] if asked.signum is None else self.signalled(asked.signum, asked.why))]
 
     def abandoned(self) -> list[RankAction]:
         """The loop is left, whatever runs."""
         return [EndTemplate(), *self._begin_stop(again=False), Kill()]
 
-    def tick(self) -> list[RankAction]:
-        """All that has happened so far was told: now to what is due. Comes before each wait."""
-        actions = self._cancel_if_finished()
+    def tick(self, outcome: JobOutcome) -> list[RankAction]:
+        """All that has happened so far was handled: now to what is due. Comes before each wait.
+
+        Args:
+            outcome: how the job has ended, where `needs_outcome`.
+        """
+        actions: list[RankAction] = []
+        if self.needs_outcome and outcome.finished is not None:
+            self._ranks.clear()
+            actions.append(CancelStarts("the job has finished"))
         now = self._clock()
         if self._stop is not None and not self._stop.killed and now >= self._stop.deadline:
             self._stop.killed = True
             if self._has(_Running):
-                words = "%s: still there %g s after the signal, killed"
-                log.warning(words, self.names(), self._shutdown_timeout)
+                after = f"{self._shutdown_timeout:g} s after the signal"
+                actions.append(Log(f"{self.names()}: still there {after}, killed"))
             actions.append(Kill())
         if self._spare_at is not None and now >= self._spare_at:
             self._spare_at = None
@@ -465,7 +507,7 @@ class Ranks:
         for rank, leaving in self._running_but_leaving().items():
             if now >= leaving.at:
                 actions.append(Send(leaving.signum, rank))
-                leaving.at, leaving.signum = now + self._shutdown_timeout, signal.SIGKILL
+                leaving.at, leaving.signum = now + self._shutdown_timeout, KILL
         if any(due.at <= now for due in self._of(_Due).values()):
             return [*actions, AskPlace()]
         return [*actions, *self._give_up_if_alone()]
@@ -476,19 +518,17 @@ class Ranks:
         self._ranks[rank] = _Asked(incarnation)
         return Start(rank, incarnation, self._policy.restarts, self._policy.replaces(self.round.rank(rank)))
 
-    def _decide(self, rank: int, failure: Failure, lived: float) -> list[RankAction]:
+    def _decide(self, rank: int, failure: Failure, lived: float, facts: JobFacts) -> list[RankAction]:
         self._group.failed(rank)
-        if failure.exitcode == 1:  # a JobEnded exits with it
-            ended_by = self._job.ended_by(failure.rank, failure.pid)
-            failure = dataclasses.replace(failure, ended_by=ended_by)
-        before = failure.exitcode in self._before and not self._job.has_formed()
-        gave_up = self._job.has_given_up(failure.rank, failure.pid)
-        stranded = self._job.has_stranded(failure.rank, failure.pid)
-        failure = dataclasses.replace(failure, came_before=before, gave_up=gave_up, was_stranded=stranded)
-        self._failures.append(failure)
-        verdict = self._policy.decide(
-            failure.rank, failure.pid, lived, self._job, is_first=failure.incarnation == 0
+        failure = dataclasses.replace(
+            failure,
+            ended_by=facts.ended_by if failure.exitcode == 1 else "",  # a JobEnded exits with it
+            came_before=failure.exitcode in self._before and not facts.formed,
+            gave_up=facts.gave_up,
+            was_stranded=facts.stranded,
         )
+        self._failures.append(failure)
+        verdict = self._policy.decide(failure.rank, lived, facts, is_first=failure.incarnation == 0)
         actions: list[RankAction] = []
         if verdict.remedy is Remedy.REPLACE:
             self._ranks[rank] = _Due(failure.incarnation + 1, self._clock() + verdict.delay)
@@ -499,31 +539,29 @@ class Ranks:
         else:
             again = verdict.remedy is Remedy.RESTART_GROUP
             if not again:
-                self._note(failed=f"rank {failure.rank}: {failure.how()}")
+                self._note(failed=f"rank {failure.rank}: {failure.how}")
             self._group.count_restarts(self._policy.restarts)
-            actions += [*self._begin_stop(again=again), Send(signal.SIGTERM)]
-        return [*actions, Tell(failure, verdict.why)]
+            actions += [*self._begin_stop(again=again), Send(TERM)]
+        return [*actions, ReportFailure(failure, verdict.why)]
 
     def _drain(self, news: News) -> list[RankAction]:
         now = self._clock()
-        named = [
-            rank for rank in range(self._nproc()) if not news.slots or self.round.rank(rank) in news.slots
-        ]
+        named = [rank for rank in range(self._nproc) if not news.slots or self.round.rank(rank) in news.slots]
         for rank in self._leaving.keys() & named:
             leaving = self._leaving[rank]
-            if leaving.signum == signal.SIGTERM:  # each record tells of it, also after the signal
+            if leaving.signum == TERM:  # it is in each record, also after the signal
                 leaving.at = min(leaving.at, now + news.within)
         asked = [rank for rank in named if rank not in self._leaving]
         if not asked:
             return []  # the news came before
         names = ", ".join(str(self.round.rank(rank)) for rank in asked)
-        log.warning("%s: rank %s to leave the job within %g s", news.why, names, news.within)
+        line = Log(f"{news.why}: rank {names} to leave the job within {news.within:g} s")
         for rank in asked:
             self._leaving[rank] = _Leaving(now + news.within)
             self._group.dismissed(rank)
             if isinstance(self._ranks.get(rank), _Due):
                 del self._ranks[rank]
-        return [AskToLeave(rank) for rank in asked if rank in self._of(_Running)]
+        return [line, *(AskToLeave(rank) for rank in asked if rank in self._of(_Running))]
 
     def _running_but_leaving(self) -> dict[int, _Leaving]:
         running = self._of(_Running) if self._stop is None else {}
@@ -532,20 +570,9 @@ class Ranks:
     def _begin_stop(self, *, again: bool) -> list[RankAction]:
         self._stop = _Stop(self._clock() + self._shutdown_timeout, again)
         if again:
-            self._group.become(WorkerState.STOPPED)
+            self._group.stopped()
         self._ranks = dict(self._of(_Running))
         return [CancelStarts()]
-
-    def _cancel_if_finished(self) -> list[RankAction]:
-        """A rank that failed is not started again once the others have finished the job.
-
-        Then the template is not waited for either: it may hang.
-        """
-        waits = self._has(_Due) or (self._has(_Asked) and self._failures)
-        if not waits or self._has(_Running) or self._out_of_reach or self._job.finished_with() is None:
-            return []
-        self._ranks.clear()
-        return [CancelStarts("the job has finished")]
 
     def _give_up_if_alone(self) -> list[RankAction]:
         """Ends the job here if no rank runs and this node cannot find out whether it has its place."""
@@ -557,9 +584,6 @@ class Ranks:
 
     def _note(self, **said: object) -> None:
         self._outcome = dataclasses.replace(self._outcome, **said)  # type: ignore[arg-type]
-
-    def _nproc(self) -> int:
-        return self._group.spec.local_world_size
 
     def _has(self, *kinds: type) -> bool:
         return any(isinstance(state, kinds) for state in self._ranks.values())

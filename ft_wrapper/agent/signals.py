@@ -1,18 +1,14 @@
-"""What wakes an agent's loop beside its processes: signals, and news of the other nodes."""
+"""The signals that an agent gets: queued for its loop, or raised in what cannot look at a queue."""
 
-import collections
-import enum
 import signal
 import socket
-import threading
 import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from typing import TypeVar
 
 from ..exception import RestartTimeout, StoreUnavailable
-from .verdict import JobResult
+from ..store.bounded import call_in_thread
 
 T = TypeVar("T")
 
@@ -124,8 +120,6 @@ def interruptible(ask: Callable[[], T], seconds: float | None) -> T:
     Raises:
         StoreUnavailable: a signal came, or it took longer.
     """
-    from ..store.bounded import call_in_thread  # with torch, which not every command of ftrun needs
-
     try:
         with raised():
             return call_in_thread(ask, "asking the store", seconds)
@@ -175,144 +169,3 @@ def signal_name(signum: int) -> str:
         return signal.Signals(signum).name
     except ValueError:
         return f"signal {signum}"
-
-
-# News -----------------------------------------------------------------------------------------------------
-
-
-class What(enum.Enum):
-    """What news from the other nodes is about.
-
-    Attributes:
-        COME: all nodes meet again: this one ends its ranks, and takes part in the next round.
-        GONE: a node is lost, or has left. The same, unless the ranks of this node are done.
-        OVER: the job has failed: this node ends its ranks.
-        LOST: the rendezvous is lost. The same, unless the ranks of this node are done.
-        CLOSED: the job has ended: the nodes do not wait for each other any more.
-        DRAIN: ranks of this node are to leave the job, and are not started again.
-        NOTICE: this node is asked to leave the job; the others have to agree.
-    """
-
-    COME = enum.auto()
-    GONE = enum.auto()
-    OVER = enum.auto()
-    LOST = enum.auto()
-    CLOSED = enum.auto()
-    DRAIN = enum.auto()
-    NOTICE = enum.auto()
-
-    @property
-    def ends(self) -> bool:
-        """Whether it ends the ranks of this node for good."""
-        return self in (What.OVER, What.LOST)
-
-
-@dataclass(frozen=True)
-class News:
-    """Something that the other nodes have done.
-
-    Args:
-        what: what follows.
-        why: for people; empty if there is nothing to say.
-        slots: of a drain: of which ranks; empty for all of this node.
-        within: of a drain or a notice: seconds until ranks are ended that have not left.
-        result: of an end: how the job has ended, if that is known.
-    """
-
-    what: What
-    why: str = ""
-    slots: tuple[int, ...] = ()
-    within: float = 0.0
-    result: JobResult | None = None
-
-
-class Inbox:
-    """News that other threads have put here; one can `select` on it.
-
-    Attributes:
-        term: which round it is, for `put`.
-    """
-
-    def __init__(self) -> None:
-        self._items: collections.deque[tuple[int, News]] = collections.deque()
-        self._read_end, self._write_end = socket.socketpair()
-        self._read_end.setblocking(False)
-        self._write_end.setblocking(False)
-        self._lock = threading.Lock()
-        self.term = 0
-        self._attended = True
-        self._knocks: list[threading.Event] = []
-
-    def fileno(self) -> int:
-        """Readable when there is news."""
-        return self._read_end.fileno()
-
-    def begin_term(self) -> None:
-        """From now on only news of this new round counts."""
-        with self._lock:
-            self.term += 1
-
-    def put(self, term: int, news: News) -> None:
-        """Adds news; from any thread, and without harm after the end.
-
-        Args:
-            term: the round that it belongs to.
-            news: what there is.
-        """
-        with self._lock:
-            self._items.append((term, news))
-            self._wake()
-
-    def take(self) -> list[News]:
-        """Takes out the news of this round. Does not block."""
-        with self._lock:
-            with suppress(BlockingIOError):
-                self._read_end.recv(4096)
-            self._answer()
-            items = [news for term, news in self._items if term == self.term]
-            self._items.clear()
-            return items
-
-    def knock(self) -> threading.Event:
-        """Wakes the loop that waits for news; from any thread.
-
-        Returns:
-            An event that is set once the loop has looked; or at once, while it is not supposed to look.
-        """
-        answered = threading.Event()
-        with self._lock:
-            self._knocks.append(answered)
-            if self._attended:
-                self._wake()
-            else:
-                self._answer()
-        return answered
-
-    @contextmanager
-    def unattended(self) -> Iterator[None]:
-        """For a while the loop does not look: it waits for something else, with a timeout of its own."""
-        with self._lock:
-            self._attended = False
-            self._answer()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._attended = True
-
-    def close(self) -> None:
-        """Closes the sockets."""
-        with self._lock:
-            self._attended = False
-            self._answer()
-            self._read_end.close()
-            self._write_end.close()
-
-    def _wake(self) -> None:
-        with suppress(OSError):  # it is readable, or closed
-            self._write_end.send(b"!")
-
-    def _answer(self) -> None:
-        for answered in self._knocks:
-            answered.set()
-        self._knocks.clear()

@@ -4,19 +4,18 @@ import copy
 import dataclasses
 import logging
 import os
-from typing import Any
 
+from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from ..agent import ft_nodes
-from ..agent.elastic import WorkerSpec
 from ..agent.nodes import Nodes
 from ..agent.one_node import OneNode
 from ..agent.options import Options
 from ..agent.policy import Policy
-from ..agent.torch_api import classic_nodes
+from ..agent.torch_api.classic_nodes import ClassicNodes
 from ..rendezvous.backends import DEFAULT_PORT, make_backend
 from ..rendezvous.settings import ETCD_NAMES, NAME, etcd_address, read_parameters
 from ..store.address import address_of_this_node, canonical, host_port, is_this_host, loopback
@@ -83,17 +82,15 @@ def _ft(options: Options, parameters: RendezvousParameters) -> ft_nodes.FtNodes:
     )
 
 
-def _classic(options: Options, parameters: RendezvousParameters) -> classic_nodes.ClassicNodes:
+def _classic(options: Options, parameters: RendezvousParameters) -> ClassicNodes:
     host_name, _ = parse_rendezvous_endpoint(parameters.endpoint, DEFAULT_PORT)
     parameters = copy.copy(parameters)
     parameters.local_addr = parameters.local_addr or address_of_this_node(host_name)
-    spec = make_spec(options, monitor_interval=options.monitor_interval, local_addr=parameters.local_addr)
-    return classic_nodes.ClassicNodes(
-        spec, options.exit_barrier_timeout, lambda: get_rendezvous_handler(parameters)
+    spec = WorkerSpec(
+        options.role,
+        options.nproc_per_node,
+        None,  # type: ignore[arg-type]  # the handler is made with the first round
+        monitor_interval=options.monitor_interval,
+        local_addr=parameters.local_addr,
     )
-
-
-def make_spec(options: Options, **more: Any) -> WorkerSpec:
-    """What torch's types call this node's ranks."""
-    # No handler: the nodes meet by `meet`.
-    return WorkerSpec(options.role, options.nproc_per_node, None, entrypoint=options.script, **more)  # type: ignore[arg-type]
+    return ClassicNodes(spec, options.exit_barrier_timeout, lambda: get_rendezvous_handler(parameters))

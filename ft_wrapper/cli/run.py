@@ -4,27 +4,25 @@ import dataclasses
 import logging
 import socket
 import sys
-import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
-
-from torch.distributed.elastic.multiprocessing import LogsSpecs
 
 from .. import events
 from .._files import replace_broken_streams
 from .._text import without_secrets
 from ..agent import outputs
-from ..agent.elastic import CannotStart, Launch, LocalElasticAgent
-from ..agent.nodes import End, Nodes, exit_code_of
+from ..agent.agent import Agent
+from ..agent.nodes import CannotStart, Nodes, exit_code_of
 from ..agent.options import Options
 from ..agent.options import parse_args as parse_args
+from ..agent.rounds import End
 from ..agent.verdict import JobResult
 from ..log_lines import JSON, choose_format, make_formatter, note_node
 from ..store import secret
 from . import log_folder, result_file
 from .check import print_findings
 from .local import served
-from .meeting import local_job, make_spec, meet
+from .meeting import local_job, meet
 
 # The name of the public module.
 log = logging.getLogger("ft_wrapper.run")
@@ -50,7 +48,7 @@ def run(options: Options) -> int:
                 tee=options.tee,
                 local_ranks_filter=options.local_ranks_filter,
             )
-            end = _agent(options, logs_specs, cleanup).run_to_end()
+            end = Agent(options.launch(logs_specs)).run(lambda: _meet(options, cleanup))
             replace_broken_streams()
         except (OSError, CannotStart) as error:
             words = " ".join(str(error).split())
@@ -77,28 +75,10 @@ def _conclude(options: Options, result: JobResult) -> int:
     return result.exit_code
 
 
-def _agent(options: Options, logs_specs: LogsSpecs, cleanup: ExitStack) -> LocalElasticAgent:
-    def meet_and_say_so() -> Nodes:
-        nodes = meet(options)
-        cleanup.enter_context(served(lambda: local_job(options, nodes)))
-        return nodes
-
-    spec = make_spec(options, max_restarts=options.max_restarts)
-    spec.virtual_local_rank = options.virtual_local_rank  # no argument in older torch
-    run_id = (options.rendezvous or options).run_id or str(uuid.uuid4())
-    active, devices = options.active_world_size, options.devices
-    return LocalElasticAgent(
-        spec,
-        logs_specs,
-        log_line_prefix_template=options.log_line_prefix,
-        shutdown_timeout=options.shutdown_timeout,
-        restart_policy=options.policy,
-        max_rank_restarts=options.max_rank_restarts,
-        standby=options.standby,
-        signals=options.signals,
-        launch=Launch(meet_and_say_so, options.program, run_id, active, devices),
-        drain_timeout=options.drain_timeout,
-    )
+def _meet(options: Options, cleanup: ExitStack) -> Nodes:
+    nodes = meet(options)
+    cleanup.enter_context(served(lambda: local_job(options, nodes)))
+    return nodes
 
 
 # Before and after ------------------------------------------------------------------------------------------
@@ -108,7 +88,7 @@ def _report(options: Options, end: End) -> JobResult:
     """Says how it ended."""
     for failure in end.forgiven:
         words = "rank %d (pid %d): %s; the job finished all the same"
-        log.info(words, failure.rank, failure.pid, failure.how())
+        log.info(words, failure.rank, failure.pid, failure.how)
     if end.failures:
         log.error("%s", outputs.report(end.failures, options.nproc_per_node, end.node))
         outputs.write_own_error_file(end.failures[0])

@@ -27,7 +27,8 @@ from support.ends import ENDS
 from support.warm_ftrun import run_python, start_python
 
 from ft_wrapper import events
-from ft_wrapper.agent.outputs import Failure, in_order, report
+from ft_wrapper.agent.outputs import describe_exit, report
+from ft_wrapper.agent.rounds import Failure, in_order
 from ft_wrapper.agent.verdict import INFRASTRUCTURE
 from ft_wrapper.run import main, parse_args
 from ft_wrapper.store import TCPStore
@@ -573,7 +574,11 @@ def test_order_of_failures() -> None:
 
 def test_report() -> None:
     lines = report(
-        [Failure(3, 17, -11, 0.0, "", ""), Failure(0, 4711, 2, 0.0, "OSError: x", "/logs/0/stderr.log")], 4
+        [
+            Failure(3, 17, -11, 0.0, "", "", how=describe_exit(-11)),
+            Failure(0, 4711, 2, 0.0, "OSError: x", "/logs/0/stderr.log", how=describe_exit(2)),
+        ],
+        4,
     ).splitlines()
     assert lines[0] == "2 of 4 ranks failed, the first one first:"
     assert lines[1].split() == ["rank", "pid", "when", "how", "error", "file"]

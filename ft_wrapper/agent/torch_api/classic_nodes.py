@@ -21,8 +21,8 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from ...rendezvous.workers import host_workers_store
 from ...store.address import address_of_this_node, host_port, is_this_host, loopback
 from ...store.bounded import bounded, call_in_thread, in_background
-from ..nodes import Nodes, Round
-from ..signals import News, What
+from ..nodes import Nodes
+from ..rounds import News, Round, What
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousTimeoutError
 from torch.distributed.launcher import api as launcher
 
-from ft_wrapper.agent import group
+from ft_wrapper.agent import torch_events
 from ft_wrapper.agent.elastic import (
     CannotStart,
     Counts,
@@ -140,7 +140,7 @@ def test_how_long_something_took_is_an_event_of_torchs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorded: list[Event] = []
-    monkeypatch.setattr(group, "record", lambda event, *_: recorded.append(event))
+    monkeypatch.setattr(torch_events, "record", lambda event, *_: recorded.append(event))
     running = agent(tmp_path, "true")
     with pytest.raises(KeyError), running.record_duration("LOADING"):
         raise KeyError
@@ -158,7 +158,7 @@ def test_the_end_of_each_worker_is_an_event_of_torchs(
 ) -> None:
     """And the end of all a metric; both as torch's agent tells them."""
     recorded: list[tuple[Event, str]] = []
-    monkeypatch.setattr(group, "record", lambda event, handler: recorded.append((event, handler)))
+    monkeypatch.setattr(torch_events, "record", lambda event, handler: recorded.append((event, handler)))
     spec = WorkerSpec(
         ROLE,
         2,

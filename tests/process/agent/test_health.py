@@ -24,11 +24,10 @@ from typing import Any
 import pytest
 from elastic_agents import ROLE, Alone, agent, collected
 
-from ft_wrapper.agent.elastic import CannotStart, Policy, WorkerSpec, WorkerState
+from ft_wrapper.agent.elastic import CannotStart, Policy, WorkerState
 from ft_wrapper.agent.group import Group
 from ft_wrapper.agent.health import _MOST_CONNECTIONS, Health, _Handler, application, facts, health
-from ft_wrapper.agent.nodes import Nodes
-from ft_wrapper.agent.signals import Inbox
+from ft_wrapper.agent.nodes import Inbox, Nodes
 from ft_wrapper.run import main
 from ft_wrapper.store.address import host_port, is_this_host
 from ft_wrapper.testing.etcd_server import free_port
@@ -58,7 +57,7 @@ def inbox(nodes: Nodes) -> Inbox:
 
 
 def group() -> Group:
-    return Group(WorkerSpec(ROLE, 2, Alone(), entrypoint="true", max_restarts=3))
+    return Group(ROLE, 2, max_restarts=3)
 
 
 def serve(nodes: Nodes, timeout: float = TIMEOUT, host: str = "") -> Health:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ft_wrapper.agent import loop
-from ft_wrapper.agent.outputs import Failure, count_kernel_kills, kills_file
+from ft_wrapper.agent.outputs import count_kernel_kills, describe_exit, kills_file
 from ft_wrapper.agent.verdict import INFRASTRUCTURE
 from ft_wrapper.run import main
 
@@ -96,13 +96,13 @@ def test_a_real_kill_in_a_cgroup_of_version_1(tmp_path: Path) -> None:
 
 
 def test_only_a_sigkill_may_be_the_kernels() -> None:
-    def how(exitcode: int, kernel_kills: int) -> str:
-        return Failure(0, 17, exitcode, 0.0, "", "", kernel_kills=kernel_kills).how()
-
-    assert how(-signal.SIGKILL, 0) == "killed by SIGKILL"
-    assert how(-signal.SIGKILL, 2) == "killed by SIGKILL (out of memory? the kernel has killed 2 meanwhile)"
-    assert how(-signal.SIGSEGV, 2) == "killed by SIGSEGV"
-    assert how(1, 2) == "exit code 1"
+    assert describe_exit(-signal.SIGKILL, 0) == "killed by SIGKILL"
+    assert (
+        describe_exit(-signal.SIGKILL, 2)
+        == "killed by SIGKILL (out of memory? the kernel has killed 2 meanwhile)"
+    )
+    assert describe_exit(-signal.SIGSEGV, 2) == "killed by SIGSEGV"
+    assert describe_exit(1, 2) == "exit code 1"
 
 
 @pytest.mark.parametrize("kills", [0, 1])

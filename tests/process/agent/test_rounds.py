@@ -10,8 +10,9 @@ from torch.distributed import HashStore
 
 from ft_wrapper.agent.elastic import WorkerSpec
 from ft_wrapper.agent.ft_nodes import log_deaths, round_of, what_follows
+from ft_wrapper.agent.nodes import Inbox
 from ft_wrapper.agent.process import Job
-from ft_wrapper.agent.signals import Inbox, News, What
+from ft_wrapper.agent.rounds import News, What
 from ft_wrapper.agent.torch_api.classic_nodes import exchange
 from ft_wrapper.protocol import Agreement
 from ft_wrapper.protocol.deaths import holders

@@ -21,15 +21,12 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError, Rend
 from ft_wrapper.agent.nodes import (
     BadNode,
     CannotStart,
-    End,
     Nodes,
-    Round,
-    alone,
     exit_code_of,
-    result_of_failures,
     run_rounds,
 )
-from ft_wrapper.agent.outputs import Failure
+from ft_wrapper.agent.outputs import describe_exit
+from ft_wrapper.agent.rounds import End, Failure, Round, alone, result_of_failures
 from ft_wrapper.agent.signals import SIGNALS, SignalQueue, queued
 from ft_wrapper.agent.verdict import JobResult, worst
 from ft_wrapper.cli import control
@@ -291,7 +288,7 @@ def test_each_row_of_the_table(tmp_path: Path, case: str) -> None:
 
 
 def died(exitcode: int, rank: int = 0, **more: bool) -> Failure:
-    return Failure(rank, 17, exitcode, 0.0, "", "", **more)  # type: ignore[arg-type]
+    return Failure(rank, 17, exitcode, 0.0, "", "", how=describe_exit(exitcode), **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

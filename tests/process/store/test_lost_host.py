@@ -16,7 +16,7 @@ from silent_host import SilentHost, silent_host
 from store_helpers import Background
 from test_tcp_store import OPERATIONS
 
-from ft_wrapper.agent.policy import JobInStore
+from ft_wrapper.agent.job_in_store import JobInStore
 from ft_wrapper.agent.signals import Signalled, interruptible, queued
 from ft_wrapper.exception import StoreError
 from ft_wrapper.protocol.operations import Operations
@@ -215,10 +215,10 @@ def test_a_question_about_the_job_is_given_up_at_a_signal(host: SilentHost, conn
     signalling = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM))
     with stopped(host), queued((signal.SIGTERM, signal.SIGCHLD)) as signals:
         signalling.start()
-        assert not job.has_formed()
-        assert job.finished_with() is None
+        assert not job.facts_of(0, 7).formed
+        assert job.outcome().finished is None
         assert signals.read() == [signal.SIGTERM]  # who waits for signals gets it
-        assert job.finished_with() is None  # and waits no longer than a second for the next answer
+        assert job.outcome().finished is None  # and waits no longer than a second for the next answer
     signalling.join()
-    job.has_formed()  # all that was asked is answered
+    job.facts_of(0, 7)  # all that was asked is answered
     job.close()

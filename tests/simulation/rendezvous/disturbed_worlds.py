@@ -17,7 +17,7 @@ from simulated_nodes import SimulatedNode, World, check_settled
 from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
 from ft_wrapper.agent.ft_nodes import what_follows
-from ft_wrapper.agent.signals import What
+from ft_wrapper.agent.rounds import What
 from ft_wrapper.exception import StoreUnavailable
 from ft_wrapper.rendezvous.executor import REFRESH
 from ft_wrapper.rendezvous.moves import adopt_rank_policy, close

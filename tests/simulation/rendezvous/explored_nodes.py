@@ -22,7 +22,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from ft_wrapper.agent.ft_nodes import what_follows
-from ft_wrapper.agent.signals import What
+from ft_wrapper.agent.rounds import What
 from ft_wrapper.rendezvous.executor import Executor
 from ft_wrapper.rendezvous.keys import RECORD_KEY, log_key
 from ft_wrapper.rendezvous.moves import adopt_rank_policy, close

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ft_wrapper.agent.job_in_store import JobInStore
 from ft_wrapper.agent.policy import (
     FAULT_WINDOW,
     LONGEST_DELAY,
     SETTLED,
-    JobInStore,
+    JobFacts,
     Policy,
     RankBudget,
     Remedy,
@@ -24,37 +24,13 @@ from ft_wrapper.exception import StoreError
 from ft_wrapper.store import TCPStoreServer
 
 
-@dataclasses.dataclass
-class FakeJob:
-    """A job as the policy asks for it."""
-
-    formed: bool = True
-    open: bool = True
-    given_up: int | None = None
-
-    def has_formed(self) -> bool:
-        return self.formed
-
-    def admits(self) -> bool:
-        return self.open
-
-    def has_given_up(self, rank: int, pid: int) -> bool:
-        return pid == self.given_up
-
-    def has_stranded(self, slot: int, pid: int) -> bool:
-        return False
-
-    def ended_by(self, slot: int, pid: int) -> str:
-        return ""
-
-    def finished_with(self) -> dict[int, int | None] | None:
-        return None
-
-
 def decide(
-    policy: RestartPolicy, job: FakeJob, rank: int = 0, lived: float = 0.0, first: bool = True
+    policy: RestartPolicy, facts: JobFacts, rank: int = 0, lived: float = 0.0, first: bool = True
 ) -> Remedy:
-    return policy.decide(rank, 7, lived, job, is_first=first).remedy
+    return policy.decide(rank, lived, facts, is_first=first).remedy
+
+
+FORMED = JobFacts(formed=True)
 
 
 def test_the_first_replacement_comes_at_once_and_a_crash_loop_slows_down() -> None:
@@ -95,18 +71,16 @@ def test_a_rank_that_is_killed_now_and_then_is_always_replaced() -> None:
 
 
 def test_auto_is_group_until_a_job_has_formed_and_rank_from_then_on() -> None:
-    policy, job = RestartPolicy(Policy.AUTO, 1, 5), FakeJob(formed=False)
-    assert decide(policy, job) is Remedy.RESTART_GROUP
-    assert decide(policy, job) is Remedy.END_GROUP
-    job.formed = True
-    assert decide(policy, job) is Remedy.REPLACE
+    policy = RestartPolicy(Policy.AUTO, 1, 5)
+    assert decide(policy, JobFacts()) is Remedy.RESTART_GROUP
+    assert decide(policy, JobFacts()) is Remedy.END_GROUP
+    assert decide(policy, FORMED) is Remedy.REPLACE
     # Its store does not answer for a moment: no reason to end what goes on in the ranks.
-    job.formed = False
-    assert decide(policy, job) is Remedy.REPLACE
+    assert decide(policy, JobFacts()) is Remedy.REPLACE
 
 
 def test_each_rank_has_a_budget_of_its_own() -> None:
-    policy, job = RestartPolicy(Policy.RANK, 0, 1), FakeJob()
+    policy, job = RestartPolicy(Policy.RANK, 0, 1), FORMED
     assert policy.replaces(1)
     assert decide(policy, job, rank=1) is Remedy.REPLACE
     assert not policy.replaces(1)
@@ -115,13 +89,13 @@ def test_each_rank_has_a_budget_of_its_own() -> None:
 
 
 def test_rank_replaces_alone_before_a_job_has_formed_too() -> None:
-    assert decide(RestartPolicy(Policy.RANK, 0, 1), FakeJob(formed=False, open=False)) is Remedy.REPLACE
+    assert decide(RestartPolicy(Policy.RANK, 0, 1), JobFacts(admits=False)) is Remedy.REPLACE
 
 
 @pytest.mark.parametrize("policy", [Policy.AUTO, Policy.RANK])
 def test_nobody_is_started_who_could_not_join(policy: Policy) -> None:
     deciding = RestartPolicy(policy, 3, 3)
-    verdict = deciding.decide(0, 7, 0.0, FakeJob(open=False), is_first=True)
+    verdict = deciding.decide(0, 0.0, JobFacts(formed=True, admits=False), is_first=True)
     assert verdict.remedy is Remedy.LEAVE_OUT
     assert "rejoin=True" in verdict.why
     assert deciding.replaces(0), "it costs nothing"
@@ -129,13 +103,13 @@ def test_nobody_is_started_who_could_not_join(policy: Policy) -> None:
 
 def test_who_has_given_up_is_left_alone() -> None:
     policy = RestartPolicy(Policy.AUTO, 0, 3)
-    assert decide(policy, FakeJob(given_up=7)) is Remedy.LEAVE_OUT
-    assert decide(policy, FakeJob(given_up=8)) is Remedy.REPLACE
+    assert decide(policy, JobFacts(formed=True, gave_up=True)) is Remedy.LEAVE_OUT
+    assert decide(policy, FORMED) is Remedy.REPLACE
 
 
 def test_group_never_replaces_alone() -> None:
     policy = RestartPolicy(Policy.GROUP, 2, 5)
-    assert [decide(policy, FakeJob()) for _ in range(3)] == [
+    assert [decide(policy, FORMED) for _ in range(3)] == [
         Remedy.RESTART_GROUP,
         Remedy.RESTART_GROUP,
         Remedy.END_GROUP,
@@ -155,7 +129,6 @@ def test_who_fails_while_the_store_is_lost_was_stranded_by_that() -> None:
     server = TCPStoreServer(0)
     job = JobInStore(f"localhost:{server.port}", lambda: False, call)
     with contextlib.closing(server), contextlib.closing(job):
-        assert not job.has_stranded(0, 7)
+        assert job.facts_of(0, 7) == JobFacts()
         lost.append("it is gone")
-        assert job.has_stranded(0, 7)
-        assert not job.has_given_up(0, 7)
+        assert job.facts_of(0, 7) == JobFacts(stranded=True)

@@ -5,16 +5,12 @@ from __future__ import annotations
 import dataclasses
 import signal
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
-from elastic_agents import ROLE, Alone
-from test_policy import FakeJob
 
-from ft_wrapper.agent.elastic import WorkerSpec, WorkerState
-from ft_wrapper.agent.group import Group
-from ft_wrapper.agent.nodes import alone
-from ft_wrapper.agent.outputs import Failure
-from ft_wrapper.agent.policy import Policy, RestartPolicy
+from ft_wrapper.agent.group import Group, GroupState
+from ft_wrapper.agent.policy import JobFacts, JobOutcome, Policy, RestartPolicy
 from ft_wrapper.agent.ranks import (
     END_LIMIT,
     PLACE_DELAY,
@@ -28,35 +24,74 @@ from ft_wrapper.agent.ranks import (
     ForkAhead,
     Kill,
     LeaveJob,
+    Log,
     RankAction,
     Ranks,
+    ReportFailure,
     Send,
     Start,
-    Tell,
 )
-from ft_wrapper.agent.signals import News, What
+from ft_wrapper.agent.rounds import End, Failure, News, What, alone
 from ft_wrapper.agent.verdict import PROGRAM, JobResult
 
+ROLE = "trainer"
 GRACE = 5.0  # seconds from a signal to SIGKILL
 TERM = Send(signal.SIGTERM)
 
 
 @dataclasses.dataclass
-class Job(FakeJob):
-    """A job whose questions take time, on the clock of `Node`, and which may have finished."""
+class Job:
+    """What the ranks' store says."""
 
+    formed: bool = True
+    open: bool = True
+    given_up: int | None = None
     finished: dict[int, int | None] | None = None
     by: str = ""
-    takes: float = 0.0
-    node: Node | None = None
 
-    def ended_by(self, slot: int, pid: int) -> str:
-        if self.node is not None:
-            self.node.now += self.takes
-        return self.by
+    def facts(self, failure: Failure | None) -> JobFacts:
+        gave_up = failure is not None and failure.pid == self.given_up
+        return JobFacts(self.formed, self.open, gave_up, ended_by=self.by)
 
-    def finished_with(self) -> dict[int, int | None] | None:
-        return self.finished
+
+class AskedRanks(Ranks):
+    """Gets facts where it wants them, and only these; logs nothing."""
+
+    def __init__(self, job: Job, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.job = job
+
+    def _asked(self, is_needed: bool) -> JobOutcome:
+        return JobOutcome(self.job.finished, self.job.formed) if is_needed else JobOutcome()
+
+    def end(self) -> End:  # type: ignore[override]
+        return super().end(self._asked(self.needs_outcome_at_end))
+
+    def tick(self) -> list[RankAction]:  # type: ignore[override]
+        return unlogged(super().tick(self._asked(self.needs_outcome)))
+
+    def ended(self, rank: int, exitcode: int, failure: Failure | None = None) -> list[RankAction]:  # type: ignore[override]
+        facts = self.job.facts(failure) if failure and self.decides(rank) else JobFacts()
+        return unlogged(super().ended(rank, exitcode, failure, facts))
+
+    def not_started(self, rank: int, failure: Failure) -> list[RankAction]:  # type: ignore[override]
+        return unlogged(super().not_started(rank, failure, self.job.facts(failure)))
+
+    def signalled(self, signum: int, name: str = "") -> list[RankAction]:
+        return unlogged(super().signalled(signum, name or signal.Signals(signum).name))
+
+    def take_news(self, news: News) -> list[RankAction]:
+        return unlogged(super().take_news(news))
+
+    def waits_at_end(self, since: float) -> list[RankAction]:
+        return unlogged(super().waits_at_end(since))
+
+    def stays(self, asked: AskDrain, why: str) -> list[RankAction]:
+        return unlogged(super().stays(asked, why))
+
+
+def unlogged(actions: list[RankAction]) -> list[RankAction]:
+    return [action for action in actions if not isinstance(action, Log)]
 
 
 class Node:
@@ -66,16 +101,17 @@ class Node:
         self, nproc: int = 2, policy: Policy = Policy.RANK, *, restarts: int = 1, drain: float = 0.0
     ) -> None:
         self.now = 100.0
-        self.job = Job(node=self)
+        self.job = Job()
         self.nproc = nproc
-        self.group = Group(WorkerSpec(ROLE, nproc, Alone(), entrypoint="true", max_restarts=restarts))
-        self.ranks = Ranks(RestartPolicy(policy, restarts, 10), self.group, GRACE, lambda: self.now, drain)
+        self.group = Group(ROLE, nproc, restarts)
+        deciding = RestartPolicy(policy, restarts, 10)
+        self.ranks = AskedRanks(self.job, nproc, deciding, self.group, GRACE, lambda: self.now, drain)
 
     def begin(self) -> list[Start]:
         """Starts a round; no process runs yet."""
         where = alone("host:1", self.nproc)
         self.group.begin_round(where)
-        starts = self.ranks.begin_round(where, self.job)
+        starts = self.ranks.begin_round(where)
         assert all(isinstance(start, Start) for start in starts)
         return [start for start in starts if isinstance(start, Start)]
 
@@ -106,13 +142,14 @@ def pid(rank: int, incarnation: int = 0) -> int:
 
 
 def failure(rank: int, incarnation: int = 0, exitcode: int = 7) -> Failure:
-    return Failure(rank, pid(rank, incarnation), exitcode, 0.0, "", "", incarnation)
+    how = f"exit code {exitcode}"
+    return Failure(rank, pid(rank, incarnation), exitcode, 0.0, "", "", incarnation, how=how)
 
 
 def without_words(actions: Sequence[RankAction]) -> list[RankAction]:
     """The actions but for the words, which have to be the last."""
     *others, last = actions
-    assert isinstance(last, Tell)
+    assert isinstance(last, ReportFailure)
     return others
 
 
@@ -151,10 +188,10 @@ def test_a_failed_rank_is_started_again_once_the_node_has_its_place() -> None:
     node = Node().run()
     actions = node.fails(1)
     assert without_words(actions) == [AskPlace()]
-    assert node.group.state is WorkerState.UNHEALTHY
+    assert node.group.state is GroupState.UNHEALTHY
     assert node.ranks.place(is_ours=True) == [Start(1, 1, 0, True)]
     assert node.forked(1, 1) == []
-    assert node.group.state is WorkerState.HEALTHY
+    assert node.group.state is GroupState.HEALTHY
     assert (node.succeeds(0), node.succeeds(1)) == ([], [])
     end = node.ranks.end()
     assert end.failures == []
@@ -237,9 +274,9 @@ def test_a_finished_job_waits_for_no_template() -> None:
 def test_the_error_of_another_rank_is_named() -> None:
     node = Node(1, Policy.GROUP, restarts=0).run()
     node.job.by = "rank 5: out of memory"
-    (*_, told) = node.fails(0, exitcode=1)
-    assert isinstance(told, Tell)
-    assert told.failure.ended_by == "rank 5: out of memory"
+    (*_, report) = node.fails(0, exitcode=1)
+    assert isinstance(report, ReportFailure)
+    assert report.failure.ended_by == "rank 5: out of memory"
     end = node.ranks.end()
     assert end.failures == []
     assert end.result() == JobResult(PROGRAM, "rank 5: out of memory")
@@ -251,7 +288,7 @@ def test_the_error_of_another_rank_is_named() -> None:
 def test_a_group_is_ended_and_then_restarted() -> None:
     node = Node(3, Policy.GROUP).run()
     assert without_words(node.fails(1)) == [CancelStarts(), TERM]
-    assert node.group.state is WorkerState.STOPPED
+    assert node.group.state is GroupState.STOPPED
     assert node.fails(0, exitcode=-15) == [], "ended by us"
     assert not node.ranks.is_over
     assert node.fails(2, exitcode=-15) == []
@@ -279,14 +316,6 @@ def test_who_does_not_end_in_time_is_killed_once() -> None:
     assert node.ranks.due() is None
     assert node.fails(0, exitcode=-9) == []
     assert node.ranks.is_over
-
-
-def test_a_slow_store_takes_nothing_from_the_time_to_end() -> None:
-    node = Node(policy=Policy.GROUP).run()
-    node.job.takes = 8.0
-    node.fails(1, exitcode=1)
-    assert node.tick() == []
-    assert node.ranks.due() == node.now + GRACE
 
 
 def test_what_was_asked_for_is_not_wanted_after_a_stop() -> None:
@@ -333,8 +362,8 @@ def test_a_failure_from_before_a_signal_is_forgiven_if_its_rank_ran() -> None:
 @pytest.mark.parametrize("what", [What.COME, What.GONE])
 def test_the_nodes_meet_again(what: What) -> None:
     node = Node().run()
-    assert node.ranks.told(News(what, "node b is lost")) == [CancelStarts(), TERM]
-    assert node.group.state is WorkerState.STOPPED
+    assert node.ranks.take_news(News(what, "node b is lost")) == [CancelStarts(), TERM]
+    assert node.group.state is GroupState.STOPPED
     node.fails(0, exitcode=-15)
     node.fails(1, exitcode=-15)
     assert node.ranks.end().again
@@ -344,7 +373,7 @@ def test_the_nodes_meet_again(what: What) -> None:
 def test_news_of_the_end_count_during_a_stop_too(what: What) -> None:
     node = Node(policy=Policy.GROUP).run()
     node.fails(1)
-    assert node.ranks.told(News(what, "rank 9 failed")) == []
+    assert node.ranks.take_news(News(what, "rank 9 failed")) == []
     node.fails(0, exitcode=-15)
     end = node.ranks.end()
     assert (end.again, end.ended_by) == (False, "rank 9 failed")
@@ -352,7 +381,7 @@ def test_news_of_the_end_count_during_a_stop_too(what: What) -> None:
 
 def test_the_end_elsewhere_leaves_the_ranks_to_their_own() -> None:
     node = Node().run()
-    assert node.ranks.told(News(What.CLOSED)) == []
+    assert node.ranks.take_news(News(What.CLOSED)) == []
     assert not node.ranks.is_stopping
     node.succeeds(0)
     node.succeeds(1)
@@ -395,8 +424,8 @@ DRAIN = News(What.DRAIN, "ftrun drain", (1,), within=30.0)
 
 def test_one_that_is_drained_is_asked_once_and_not_started_again() -> None:
     node = Node().run()
-    assert node.ranks.told(DRAIN) == [AskToLeave(1)]
-    assert node.ranks.told(DRAIN) == []
+    assert node.ranks.take_news(DRAIN) == [AskToLeave(1)]
+    assert node.ranks.take_news(DRAIN) == []
     assert node.succeeds(1) == []
     assert node.tick(60.0) == [ForkAhead()]
     assert node.succeeds(0) == []
@@ -406,23 +435,23 @@ def test_one_that_is_drained_is_asked_once_and_not_started_again() -> None:
 
 def test_a_second_drain_may_leave_it_less_time() -> None:
     node = Node().run()
-    node.ranks.told(DRAIN)
+    node.ranks.take_news(DRAIN)
     node.tick(SPARE_DELAY)
     at = node.ranks.due()
-    assert node.ranks.told(News(What.DRAIN, "a notice", within=300.0)) == [AskToLeave(0)]
+    assert node.ranks.take_news(News(What.DRAIN, "a notice", within=300.0)) == [AskToLeave(0)]
     assert node.ranks.due() == at, "it leaves more"
-    assert node.ranks.told(News(What.DRAIN, "a notice", (1,), within=5.0)) == []
+    assert node.ranks.take_news(News(What.DRAIN, "a notice", (1,), within=5.0)) == []
     assert node.ranks.due() == node.now + 5.0
 
 
-def test_a_drain_that_is_told_again_leaves_the_whole_time_after_the_signal() -> None:
+def test_a_drain_that_comes_again_leaves_the_whole_time_after_the_signal() -> None:
     """Each new record tells of all drains in it."""
     node = Node().run()
     drain = News(What.DRAIN, "a notice", (1,), within=1.0)
-    node.ranks.told(drain)
+    node.ranks.take_news(drain)
     assert Send(signal.SIGTERM, 1) in node.tick(SPARE_DELAY + 1.0)
     kills_at = node.now + GRACE
-    assert node.ranks.told(drain) == []
+    assert node.ranks.take_news(drain) == []
     assert node.ranks.due() == kills_at
 
 
@@ -444,7 +473,7 @@ def test_one_that_is_drained_while_its_process_is_gone_is_not_missed() -> None:
     node = Node().run()
     node.fails(1)
     assert node.group.missing == {1}
-    node.ranks.told(DRAIN)
+    node.ranks.take_news(DRAIN)
     assert node.group.missing == set()
     node.run().fails(1)
     assert node.group.missing == {1}, "in the next round it is wanted"
@@ -452,7 +481,7 @@ def test_one_that_is_drained_while_its_process_is_gone_is_not_missed() -> None:
 
 def test_what_a_drained_one_dies_of_is_no_failure() -> None:
     node = Node().run()
-    node.ranks.told(DRAIN)
+    node.ranks.take_news(DRAIN)
     assert node.fails(1, exitcode=-9) == []
     assert node.group.counts.failures == 0
     node.succeeds(0)
@@ -461,7 +490,7 @@ def test_what_a_drained_one_dies_of_is_no_failure() -> None:
 
 def test_one_that_does_not_leave_in_time_is_ended() -> None:
     node = Node().run()
-    node.ranks.told(DRAIN)
+    node.ranks.take_news(DRAIN)
     node.tick(SPARE_DELAY)
     assert node.ranks.due() == node.now + 30.0 - SPARE_DELAY
     assert node.tick(30.0 - SPARE_DELAY) == [Send(signal.SIGTERM, 1)]
@@ -472,7 +501,7 @@ def test_one_that_does_not_leave_in_time_is_ended() -> None:
 
 def test_one_that_has_no_step_to_leave_at_is_ended_at_once() -> None:
     node = Node().run()
-    node.ranks.told(DRAIN)
+    node.ranks.take_news(DRAIN)
     node.ranks.does_not_leave(1)
     assert node.ranks.due() == node.now
     assert node.tick() == [Send(signal.SIGTERM, 1)]
@@ -481,20 +510,23 @@ def test_one_that_has_no_step_to_leave_at_is_ended_at_once() -> None:
 def test_one_that_waits_for_its_next_process_is_not_started_any_more() -> None:
     node = Node().run()
     node.fails(1)
-    assert node.ranks.told(DRAIN) == []
+    assert node.ranks.take_news(DRAIN) == []
     assert node.ranks.place(is_ours=True) == []
 
 
 def test_one_that_is_being_started_is_asked_as_soon_as_it_runs() -> None:
     node = Node()
     node.begin()
-    assert node.ranks.told(DRAIN) == []
+    assert node.ranks.take_news(DRAIN) == []
     assert (node.forked(0), node.forked(1)) == ([], [AskToLeave(1)])
 
 
 def test_a_node_is_drained_when_all_of_its_ranks_are() -> None:
     node = Node().run()
-    assert node.ranks.told(News(What.DRAIN, "ftrun drain", within=30.0)) == [AskToLeave(0), AskToLeave(1)]
+    assert node.ranks.take_news(News(What.DRAIN, "ftrun drain", within=30.0)) == [
+        AskToLeave(0),
+        AskToLeave(1),
+    ]
     node.succeeds(0)
     assert not node.ranks.is_over
     node.succeeds(1)
@@ -504,7 +536,7 @@ def test_a_node_is_drained_when_all_of_its_ranks_are() -> None:
 def test_what_comes_to_the_end_of_the_job_was_not_drained() -> None:
     for exitcode, failures in ((0, 0), (3, 1), (-15, 1)):
         node = Node().run()
-        node.ranks.told(News(What.DRAIN, "ftrun drain", within=30.0))
+        node.ranks.take_news(News(What.DRAIN, "ftrun drain", within=30.0))
         node.succeeds(0)
         node.fails(1, exitcode=exitcode) if exitcode else node.succeeds(1)
         node.job.finished = {0: None, 1: None}
@@ -527,8 +559,8 @@ def test_nobody_goes_on_without_the_ranks_of_a_plain_script() -> None:
 
 def test_the_next_round_starts_all_again() -> None:
     node = Node().run()
-    node.ranks.told(DRAIN)
-    node.ranks.told(News(What.COME, "the nodes meet again"))
+    node.ranks.take_news(DRAIN)
+    node.ranks.take_news(News(What.COME, "the nodes meet again"))
     node.succeeds(0)
     node.succeeds(1)
     assert node.ranks.end().again and not node.ranks.end().drained
@@ -555,7 +587,7 @@ def test_sigterm_ends_the_job_where_the_others_cannot_go_on() -> None:
 
 def test_a_notice_that_is_refused_changes_nothing() -> None:
     node = Node().run()
-    (asked,) = node.ranks.told(News(What.NOTICE, "asked by HTTP", within=30.0))
+    (asked,) = node.ranks.take_news(News(What.NOTICE, "asked by HTTP", within=30.0))
     assert asked == AskDrain(30.0, "asked by HTTP")
     assert node.ranks.stays(asked, "too few would be left") == []
     assert not node.ranks.is_stopping
