@@ -38,10 +38,11 @@ from .nodes import CannotStart as CannotStart
 from .outputs import describe_exit
 from .policy import RANK_RESTARTS, RestartPolicy
 from .policy import Policy as Policy
-from .process import LOCAL_RANK, Job, Program, program_of, python_program
+from .process import LOCAL_RANK, Job, Program, python_program
 from .rounds import End, Failure, Round, What
 from .signals import SHUTDOWN_TIMEOUT, SIGNALS, SignalQueue, signal_name
 from .torch_api import call_function, classic_nodes
+from .torch_api.types import process_failures, program_of, worker_group
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +119,7 @@ class SimpleElasticAgent(ElasticAgent):
         if end.ended_by:
             log.error("%s", end.ended_by)
         now = self.get_worker_group()
-        failures = torch_events.process_failures(end, now.workers[0].global_rank)
+        failures = process_failures(end, now.workers[0].global_rank)
         result = RunResult(now.state, self._returned, failures)
         torch_events.report_end(now, self._group, result, self._run_seconds)
         return result
@@ -129,7 +130,7 @@ class SimpleElasticAgent(ElasticAgent):
         Args:
             role: without effect, as for `run`.
         """
-        return torch_events.worker_group(self._spec, self._group)
+        return worker_group(self._spec, self._group)
 
     @property
     def remaining_restarts(self) -> int:

@@ -11,7 +11,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
@@ -28,7 +28,7 @@ from ..rendezvous.backends import Backend
 from ..rendezvous.handler import FtRendezvousHandler
 from ..rendezvous.keys import RECORD_KEY
 from ..rendezvous.operations import nodes_waiting
-from ..rendezvous.record import Drain, Node, RendezvousRecord, RoundPolicy, Seat
+from ..rendezvous.record import Drain, Node, NodePlace, RendezvousRecord, RoundPolicy, Seat
 from ..rendezvous.register import Board
 from ..rendezvous.settings import Identity, RendezvousSettings
 from ..store import StoreMixin, TCPStore, connect, secret
@@ -47,6 +47,7 @@ _PLACE_TIMEOUT = 2.0  # seconds that looking for one's place may take; it is loo
 _LEAVE_TIMEOUT = 2.0  # seconds that leaving may take, before the ranks are signalled all the same
 # Seconds that the end may take; the host of the store waits for the others' goodbyes within it.
 _END_TIMEOUT = 15.0
+_SILENT = 3.0  # seconds after which a wait is logged
 _LOOK_AGAIN = 10.0  # seconds after which a thread looks whether its round is still on
 # Seconds after which a wait for other nodes looks who they are: one may be out without a notice.
 _LOOK_AT_NODES = 300.0
@@ -63,6 +64,7 @@ class FtNodes(Nodes):
         replaces: whether the job may switch to the policy ``rank``.
         exit_barrier_timeout: seconds for which this node waits for the others, when its own ranks are done.
         check: what it has to pass before it takes a seat; None: nothing.
+        where: at which endpoint the nodes meet, and for how long it is tried, for the log.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class FtNodes(Nodes):
         replaces: bool,
         exit_barrier_timeout: float,
         check: NodeCheck | None = None,
+        where: str = "",
     ) -> None:
         super().__init__()
         self._make_backend = make_backend
@@ -89,6 +92,8 @@ class FtNodes(Nodes):
         self._has_place = False
         self._out_of_reach = ""
         self._left_unheard = False
+        self._where = where
+        self._has_said_wait = False
         # What the handler's threads look at: the term, and the record in which it began.
         self._term: tuple[int, RendezvousRecord] | None = None
         self._knows_that_formed = False
@@ -98,8 +103,10 @@ class FtNodes(Nodes):
     def next_round(self) -> Round:
         self._term = None
         self.inbox.begin_term()
+        self._has_said_wait = False
         if self._handler is None:
-            backend = self._make_backend()
+            with _said_after(_SILENT, f"waiting for the rendezvous store at {self._where}"):
+                backend = self._make_backend()
             with contextlib.closing(backend.connect()) as store:
                 secret.announce(store, self.agent, RECORD_KEY)
             board = Board(self._evicted, self._look, self._lost)
@@ -251,7 +258,13 @@ class FtNodes(Nodes):
         """Called with each record."""
         self._out_of_reach = ""
         began, handler = self._term, self._handler
-        if began is None or handler is None or handler.node is None:
+        if handler is None or handler.node is None:
+            return
+        if began is None:
+            waits_for = what_is_missing(state, handler.node, self._settings.join_timeout)
+            if waits_for and not self._has_said_wait:
+                self._has_said_wait = True
+                log.info("node %s waits: %s", handler.node, waits_for)
             return
         term, joined = began
         if state.version < joined.version:
@@ -398,6 +411,19 @@ class FtNodes(Nodes):
         bounded(what, end, _END_TIMEOUT)
 
 
+@contextlib.contextmanager
+def _said_after(seconds: float, words: str) -> Iterator[None]:
+    """Logs what is waited for if the block takes longer."""
+    timer = threading.Timer(seconds, log.info, ("%s", words))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+
+
 def log_deaths(store: StoreMixin, lost: Mapping[Member, str], *, return_: bool) -> threading.Thread:
     """Logs deaths in a background thread, until the next iteration leaves them out.
 
@@ -485,6 +511,24 @@ def round_of(state: RendezvousRecord, node: Node, address: str, agreed_in: str =
         node=node.id,
         agreed_in=agreed_in,
     )
+
+
+def what_is_missing(state: RendezvousRecord, node: Node, timeout: float) -> str:
+    """What a node waits for that has no seat in a round that goes on, and for how long; empty if for nothing.
+
+    Args:
+        state: the record.
+        node: the node.
+        timeout: seconds for which a node waits for a round.
+    """
+    if state.closed or (state.seat_of(node) is not None and state.complete):
+        return ""
+    if state.place_of(node) is NodePlace.SPARE:
+        until = "until one of them is lost or leaves, or the job ends"
+        return f"all seats of the job are taken, by {len(state.seats)} of {state.max_nodes} nodes; {until}"
+    if not state.complete and (missing := state.min_nodes - len(state.participants)) > 0:
+        return f"for {missing} more of at least {state.min_nodes} nodes, at most {timeout:g} s"
+    return ""
 
 
 def is_empty(state: RendezvousRecord, seat: Seat) -> bool:

@@ -23,7 +23,8 @@ Call = Callable[[Callable[[], Any], float | None], Any]
 
 #: For a store that an agent hosts, and which answers at once if it can.
 STORE_TIMEOUT = timedelta(seconds=10)
-_STRANDED = ("raised ft_wrapper.exception.RestartTimeout", "raised ft_wrapper.exception.Store")
+_RAISED = "raised "
+_STRANDED = (f"{_RAISED}ft_wrapper.exception.RestartTimeout", f"{_RAISED}ft_wrapper.exception.Store")
 _AGAIN = timedelta(seconds=1)  # for the next question to a store that was out of reach just now
 
 
@@ -74,6 +75,7 @@ class JobInStore:
                 gave_up=own.gave_up,
                 stranded=any(message.startswith(_STRANDED) for message in its),
                 ended_by=own.ended_by or "",
+                error=next((text.removeprefix(_RAISED) for text in its if text.startswith(_RAISED)), ""),
             )
 
         unknown = JobFacts(formed=self._have_formed(), stranded=True)

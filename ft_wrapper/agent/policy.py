@@ -63,6 +63,7 @@ class JobFacts:
         gave_up: whether the process left it for good.
         stranded: whether the process left it because the store or the other ranks did not answer.
         ended_by: the error of another rank for which the process left it; empty if there is none.
+        error: the exception by which the process left it, in a line; empty if it is not known.
     """
 
     formed: bool = False
@@ -70,6 +71,7 @@ class JobFacts:
     gave_up: bool = False
     stranded: bool = False
     ended_by: str = ""
+    error: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -69,19 +69,6 @@ def python_program(
     return Program(command, script, tuple(arguments), is_module)
 
 
-def program_of(entrypoint: str, arguments: list[str]) -> Program:
-    """What an entry point of torch's runs: a program, or a script that Python can run after a fork."""
-    if entrypoint.endswith(".py"):
-        return python_program(entrypoint, arguments)
-    rest = arguments[1:] if arguments[:1] == ["-u"] else arguments
-    if entrypoint == sys.executable and rest:
-        if rest[0] == "-m" and len(rest) > 1:
-            return python_program(rest[1], rest[2:], is_module=True)
-        if rest[0].endswith(".py"):
-            return python_program(rest[0], rest[1:])
-    return Program((entrypoint, *arguments))
-
-
 def with_local_rank(arguments: Iterable[str], local_rank: str) -> list[str]:
     """Puts a rank's number into arguments, for each `LOCAL_RANK` in them."""
     return [argument.replace(LOCAL_RANK, local_rank) for argument in arguments]

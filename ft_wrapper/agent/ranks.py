@@ -522,6 +522,7 @@ class Ranks:
         self._group.failed(rank)
         failure = dataclasses.replace(
             failure,
+            error=failure.error or facts.error,
             ended_by=facts.ended_by if failure.exitcode == 1 else "",  # a JobEnded exits with it
             came_before=failure.exitcode in self._before and not facts.formed,
             gave_up=facts.gave_up,

@@ -1,4 +1,4 @@
-"""What torch's types, events and metrics say of a node's ranks, for programs that use torch's agents."""
+"""Torch's events of a node's ranks, with its metrics of their end, for programs that use torch's agents."""
 
 import json
 import socket
@@ -10,32 +10,7 @@ from torch.distributed.elastic.events.api import Event, EventMetadataValue, Even
 from torch.distributed.elastic.metrics.api import put_metric
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from ..store.address import split_host_port
 from .group import Group
-from .rounds import End
-
-
-def worker_group(spec: api.WorkerSpec, group: Group) -> api.WorkerGroup:
-    """The ranks as they are now, by torch's type; it does not change afterwards.
-
-    Args:
-        spec: of the workers.
-        group: their state.
-    """
-    made, where, pids = api.WorkerGroup(spec), group.round, group.pids
-    made.state = api.WorkerState[group.state.name]
-    if where is None:
-        return made
-    host, port = split_host_port(where.address)
-    made.group_rank, made.group_world_size = where.group_rank, where.group_world_size  # type: ignore[assignment]
-    made.master_addr, made.master_port = host, int(port)  # type: ignore[assignment]
-    made.workers = [
-        api.Worker(rank, where.rank(rank), where.role_rank + rank, where.world_size, where.role_world_size)
-        for rank in range(group.nproc)
-    ]
-    for rank, pid in pids.items():
-        made.workers[rank].id = pid
-    return made
 
 
 def event(
@@ -127,15 +102,3 @@ def report_end(now: api.WorkerGroup, group: Group, result: api.RunResult, run_se
             raw_error=None if failure is None else json.dumps(failure.error_file_data),
         )
         record_event(spec, of_worker)
-
-
-def process_failures(end: End, first_rank: int) -> dict[int, ProcessFailure]:
-    """The last failure of each rank that counts; the ranks in the order in which they failed first."""
-    found: dict[int, ProcessFailure] = {}
-    for failure in end.failures:
-        one = ProcessFailure(failure.rank - first_rank, failure.pid, failure.exitcode, failure.error_file)
-        if not failure.error_file:
-            one.timestamp = int(failure.when)
-            one.message = failure.error or one.message
-        found[failure.rank] = one
-    return found

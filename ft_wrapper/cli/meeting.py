@@ -17,7 +17,7 @@ from ..agent.options import Options
 from ..agent.policy import Policy
 from ..agent.torch_api.classic_nodes import ClassicNodes
 from ..rendezvous.backends import DEFAULT_PORT, make_backend
-from ..rendezvous.settings import ETCD_NAMES, NAME, etcd_address, read_parameters
+from ..rendezvous.settings import ETCD_NAMES, NAME, etcd_address, read_parameters, read_timeout
 from ..store.address import address_of_this_node, canonical, host_port, is_this_host, loopback
 from .local import LocalJob
 
@@ -60,9 +60,8 @@ def local_job(options: Options, nodes: Nodes) -> LocalJob:
 def _address_alone(given: str) -> str:
     """Where a node that is alone hosts its store: where the user says, if that is this host."""
     if given and not is_this_host(given):
-        used = loopback()
-        log.warning("--master-addr %s leads to no address of this host: its ranks use %s", given, used)
-        return used
+        log.warning("--master-addr %s leads to no address of this host: its ranks use %s", given, loopback())
+        return loopback()
     return given or loopback()
 
 
@@ -79,6 +78,7 @@ def _ft(options: Options, parameters: RendezvousParameters) -> ft_nodes.FtNodes:
         replaces=options.policy is not Policy.GROUP,
         exit_barrier_timeout=options.exit_barrier_timeout,
         check=options.node_check,
+        where=f"{parameters.endpoint}, at most {read_timeout(parameters):g} s",
     )
 
 

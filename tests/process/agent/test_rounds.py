@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import concurrent.futures
+import logging
 import select
+import threading
 
 from elastic_agents import Alone
 from torch.distributed import HashStore
 
+from ft_wrapper.agent import ft_nodes
 from ft_wrapper.agent.elastic import WorkerSpec
-from ft_wrapper.agent.ft_nodes import log_deaths, round_of, what_follows
+from ft_wrapper.agent.ft_nodes import log_deaths, round_of, what_follows, what_is_missing
 from ft_wrapper.agent.nodes import Inbox
 from ft_wrapper.agent.process import Job
 from ft_wrapper.agent.rounds import News, What
@@ -80,6 +83,17 @@ def test_the_end_says_whether_the_job_has_failed() -> None:
     assert what_follows(close(state), node("a"), 0) == News(What.CLOSED)
     failed = what_follows(close(close(state, "rank 3: exit code 7"), "later"), node("a"), 0)
     assert failed == News(What.OVER, "the job was ended: rank 3: exit code 7")
+
+
+def test_a_node_without_a_seat_says_what_it_waits_for_and_how_long() -> None:
+    alone = come(RendezvousRecord(2, 3), node("a"))
+    assert what_is_missing(alone, node("a"), 600.0) == "for 1 more of at least 2 nodes, at most 600 s"
+    full = begun(node("a"), node("b"), high=2)
+    assert what_is_missing(full, node("a"), 600.0) == ""
+    late = come(full, node("c"))
+    waits_for = what_is_missing(late, node("c"), 600.0)
+    assert waits_for.startswith("all seats of the job are taken, by 2 of 2 nodes; until one of them is lost")
+    assert what_is_missing(close(late), node("c"), 600.0) == "", "the job is over"
 
 
 SIZES = [(2, "trainer"), (1, "reader"), (3, "trainer")]
@@ -180,3 +194,21 @@ def test_formation_size_stays_when_the_job_grows() -> None:
     state = come(adopt_rank_policy(begun(node("a", 2), high=2)), node("b", 2))
     where = round_of(state, node("b", 2), "host:1")
     assert (where.world_size, where.formation_size, where.base_rank, where.formed) == (4, 2, 2, True)
+
+
+def test_a_wait_is_logged_once_it_takes_longer() -> None:
+    logged = threading.Event()
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.set()  # type: ignore[method-assign]
+    ft_nodes.log.addHandler(handler)
+    ft_nodes.log.setLevel(logging.INFO)
+    try:
+        with ft_nodes._said_after(0.0, "waiting for the store"):
+            assert logged.wait(TIMEOUT)
+        logged.clear()
+        with ft_nodes._said_after(TIMEOUT, "waiting for the store"):
+            pass
+        assert not logged.is_set()
+    finally:
+        ft_nodes.log.removeHandler(handler)
+        ft_nodes.log.setLevel(logging.NOTSET)

@@ -176,3 +176,25 @@ def test_what_is_written_is_the_owners_alone(tmp_path: Path) -> None:
     written = [folder / "events", *logs.rglob("*.log")]
     assert [path.stat().st_mode & 0o077 for path in written] == [0, 0, 0]
     assert [path.stat().st_mode & 0o077 for path in logs.iterdir()] == [0]
+
+
+RAISES = """
+from ft_wrapper import CallWrapper, Wrapper
+
+@Wrapper(max_same_faults=1)
+def train(call_wrapper: CallWrapper = None):
+    raise ValueError("no data")
+
+train()
+"""
+
+
+def test_the_exception_that_ended_the_job_is_in_the_table(tmp_path: Path) -> None:
+    """The script has no @record: the rank's fault in the store says it."""
+    script = tmp_path / "raises.py"
+    script.write_text(RAISES)
+    with FtRun(tmp_path / "node", "--restart-policy", "rank", str(script)) as job:
+        assert job.end() == 1, job.said
+    (row,) = (line for line in job.said.splitlines() if line.split()[:1] == ["0"])
+    assert "exit code 1" in row and "ValueError: no data" in row
+    assert "@record" not in job.said

@@ -48,10 +48,11 @@ class Job:
     given_up: int | None = None
     finished: dict[int, int | None] | None = None
     by: str = ""
+    error: str = ""
 
     def facts(self, failure: Failure | None) -> JobFacts:
         gave_up = failure is not None and failure.pid == self.given_up
-        return JobFacts(self.formed, self.open, gave_up, ended_by=self.by)
+        return JobFacts(self.formed, self.open, gave_up, ended_by=self.by, error=self.error)
 
 
 class AskedRanks(Ranks):
@@ -280,6 +281,16 @@ def test_the_error_of_another_rank_is_named() -> None:
     end = node.ranks.end()
     assert end.failures == []
     assert end.result() == JobResult(PROGRAM, "rank 5: out of memory")
+
+
+def test_an_exception_that_the_job_knows_is_the_error_unless_the_process_has_written_one() -> None:
+    node = Node().run()
+    node.job.error = "ValueError: no data"
+    (*_, report) = node.fails(0)
+    assert isinstance(report, ReportFailure) and report.failure.error == "ValueError: no data"
+    written = dataclasses.replace(failure(1), error="KeyError: 7")
+    (*_, report) = node.ranks.ended(1, 7, written)
+    assert isinstance(report, ReportFailure) and report.failure.error == "KeyError: 7"
 
 
 # The group ---------------------------------------------------------------------------------------------
