@@ -8,8 +8,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any, ClassVar
 from unittest import mock
 
-from exhaustive.simulated import SearchedSimulation
-
 from ft_wrapper.monitor import heart
 from ft_wrapper.protocol import Agreement, global_iteration, joining, keys
 from ft_wrapper.protocol.ends import Ends
@@ -31,7 +29,7 @@ LONG = 10_000.0
 Patches = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
-class MistakenSimulation(SearchedSimulation):  # the shortest schedules are found by a search
+class MistakenSimulation(Simulation):
     """The simulation, with a mistake in it."""
 
     store_class: ClassVar[type[SimulatedStore]] = SimulatedStore

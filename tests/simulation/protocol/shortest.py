@@ -16,14 +16,12 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[3]))  # it is run as a program, too
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from exhaustive.shrink import SearchingShrinker
 from mistakes import MISTAKES, Mistake
 
 from ft_wrapper.testing.scheduler import RandomPolicy
 from tests.explorer.explore import without_logging
-from tests.explorer.failure import Failure, Switch, SwitchPolicy, attempt
+from tests.explorer.failure import Failure, Shrinker, Switch, SwitchPolicy, attempt
 from tests.explorer.scenario import Disturbance, Scenario
 
 DATA = Path(__file__).with_name("shortest.json")
@@ -53,7 +51,7 @@ def find(mistake: Mistake) -> Failure:
     for scenario, seed in mistake.scenarios():
         failure = attempt(mistake.make, scenario, RandomPolicy(seed))
         if failure is not None and shows(mistake, failure):
-            shrinker = SearchingShrinker(mistake.make, failure, same=lambda smaller: shows(mistake, smaller))
+            shrinker = Shrinker(mistake.make, failure, same=lambda smaller: shows(mistake, smaller))
             found.append(shrinker.shrink())
             if len(found) == STARTS:
                 break

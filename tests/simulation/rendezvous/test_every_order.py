@@ -31,7 +31,7 @@ def quiet() -> Iterator[None]:
     logging.disable(before)
 
 
-NIGHTLY = pytest.mark.nightly("each policy, and both kinds of stores, run always")
+NIGHTLY = pytest.mark.nightly("each policy, and both kinds of stores, run always; so do two nodes")
 TWO = Job(2, 1, 2)
 THREE = Job(3, 2, 3)
 FOUR = Job(4, 3, 3, happenings=(CRASH, EXIT, CLOSE))
@@ -43,7 +43,12 @@ FOUR = Job(4, 3, 3, happenings=(CRASH, EXIT, CLOSE))
 )
 @pytest.mark.parametrize(
     ("job", "departures"),
-    [(dataclasses.replace(TWO, happenings=()), 3), (TWO, 0), (THREE, 0), (FOUR, 0)],
+    [
+        (dataclasses.replace(TWO, happenings=()), 3),
+        (TWO, 0),
+        pytest.param(THREE, 0, marks=NIGHTLY),
+        pytest.param(FOUR, 0, marks=NIGHTLY),
+    ],
 )
 def test_every_order(job: Job, departures: int, rank_policy: bool, hosted: bool) -> None:
     job = dataclasses.replace(job, rank_policy=rank_policy, hosted=hosted)
@@ -67,7 +72,7 @@ def ends(job: Job, *, reduced: bool) -> set[object]:
     return found
 
 
-@pytest.mark.parametrize("happening", [CRASH, EXIT, CLOSE])
+@pytest.mark.parametrize("happening", [CRASH, *(pytest.param(one, marks=NIGHTLY) for one in (EXIT, CLOSE))])
 def test_nothing_is_lost_by_what_is_left_out(happening: str) -> None:
     job = dataclasses.replace(TWO, happenings=(happening,))
     every = ends(job, reduced=False)
