@@ -21,6 +21,7 @@ class Mutant:
         new: what the mistake makes of it.
         finder: who has to find it: ``job`` or ``rendezvous``, see ``FINDERS``.
         why: what the line is there for.
+        seldom: a search of 12 seconds did not find it.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Mutant:
     new: str
     finder: str
     why: str
+    seldom: bool = False
 
     def mutated(self) -> str:
         """The file's text with the mistake in it.
