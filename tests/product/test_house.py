@@ -52,7 +52,7 @@ class Budget:
 LINES = {
     "top": Budget(990, 1367, CORE),
     "cli": Budget(700, 802, SHELL),
-    "restart": Budget(1200, 1526, CORE),
+    "restart": Budget(1200, 1528, CORE),
     "rank_assignment": Budget(500),
     "protocol": Budget(2170, 2271, CORE),
     "store": Budget(1670, 1891, CORE),
