@@ -49,7 +49,5 @@ def _make_private(folder: Path) -> None:
         missing.mkdir(0o700, exist_ok=True)  # another node may be quicker
     mode = folder.stat().st_mode
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-        words = (
-            "--log-dir %s: any user may replace the job's logs there; chmod o-w it, or name another folder"
-        )
+        words = "--log-dir %s: any user may replace the job's logs there; chmod o-w it, or name another"
         log.warning(words, folder)

@@ -12,9 +12,11 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from importlib.metadata import version
 from typing import NoReturn
 
 from .._text import without_secrets
+from .._version import __version__
 from ..agent.signals import handle_notices
 from ..exception import StoreError
 
@@ -53,6 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = sys.argv[1:] if argv is None else list(argv)
     name = words[0] if words else ""
+    if words == ["--version"]:  # as the parser of all options has it, which needs torch
+        print(f"ftrun {__version__}, torch {version('torch')}")
+        return 0
     if name in COMMANDS:
         return _carry_out(name, words[1:])
     meant = difflib.get_close_matches(name, COMMANDS, 1)

@@ -534,6 +534,7 @@ WITHOUT_TORCH = """
     assert ends("stauts") == (
         2, "ftrun: error: stauts: no such command or file; did you mean 'status'?\\n"
     )
+    said_of_versions = ends("--version")
     for command in ("status", "report"):
         code, said = ends(command, "--help")
         assert (code, f"usage: ftrun {command}" in said) == (0, True), said
@@ -544,6 +545,10 @@ WITHOUT_TORCH = """
         assert (code, endpoint in said) == (2, True), said
     code, said = ends("report", "nowhere.jsonl")
     assert (code, "nowhere.jsonl" in said) == (2, True), said
+
+    import torch
+    from ft_wrapper._version import __version__
+    assert said_of_versions == (0, f"ftrun {__version__}, torch {torch.__version__}\\n")
 """
 
 
