@@ -12,7 +12,6 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
-from importlib.metadata import version
 from typing import NoReturn
 
 from .._text import without_secrets
@@ -56,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     name = words[0] if words else ""
     if words == ["--version"]:  # as the parser of all options has it, which needs torch
+        from importlib.metadata import version  # it takes its time, too
+
         print(f"ftrun {__version__}, torch {version('torch')}")
         return 0
     if name in COMMANDS:

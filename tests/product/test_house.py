@@ -55,7 +55,7 @@ LINES = {
     "restart": Budget(1200, 1528, CORE),
     "rank_assignment": Budget(500),
     "protocol": Budget(2170, 2271, CORE),
-    "store": Budget(1670, 1891, CORE),
+    "store": Budget(1670, 1889, CORE),
     "monitor": Budget(2210, 2456, CORE),
     "torch_groups": Budget(1185, 1288, CORE),
     "rendezvous": Budget(1700, 1776, CORE),
