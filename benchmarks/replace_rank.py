@@ -4,7 +4,7 @@
     python benchmarks/replace_rank.py --quick      # fewer kills
 
 The same function in a gloo group, the same ranks killed at the same moments, under ftrun, under ``ftrun
---no-standby`` (torch is imported by each replacement) and under torchrun, which restarts all ranks. The
+--no-fork`` (torch is imported by each replacement) and under torchrun, which restarts all ranks. The
 driver stamps the time just before the signal; each rank stamps the function's first line. Figures are
 medians; times are of this machine, the ratios are what to compare.
 """
@@ -33,7 +33,7 @@ from torch._C._distributed_c10d import TCPStore
 WORKER = Path(__file__).resolve().parent / "replace_worker.py"
 FORMATION_TIMEOUT = 90.0  # seconds for all ranks to be in the function for the first time
 RETURN_TIMEOUT = 60.0  # seconds for all ranks to be back
-FTRUN, EXECUTED, TORCHRUN = "ftrun", "ftrun --no-standby", "torchrun"
+FTRUN, EXECUTED, TORCHRUN = "ftrun", "ftrun --no-fork", "torchrun"
 NAMES = (FTRUN, EXECUTED, TORCHRUN)
 
 
@@ -65,7 +65,7 @@ def command(name: str, ranks: int, kills: int) -> list[str]:
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"),
             *(f"--nproc-per-node={ranks}", f"--max-restarts={kills}"),
         ]
-    standby = ["--no-standby"] if name == EXECUTED else []
+    standby = ["--no-fork"] if name == EXECUTED else []
     return [
         *(sys.executable, "-m", "ft_wrapper.run", f"--nproc-per-node={ranks}"),
         *(f"--max-rank-restarts={kills}", *standby),

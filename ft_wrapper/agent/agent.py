@@ -7,10 +7,11 @@ import os
 import signal
 from collections.abc import Callable, Iterable
 
+from torch.distributed.elastic.agent.server.api import WorkerState
 from torch.distributed.elastic.metrics.api import put_metric
 
 from . import health
-from .group import Group, GroupState
+from .group import Group
 from .loop import Launch, Loop
 from .nodes import Nodes, Workers, run_rounds
 from .process import Program
@@ -93,7 +94,7 @@ def run_workers(
         OSError: something that workers need cannot be had.
         RuntimeError: the group has been run before.
     """
-    if group.state is not GroupState.INIT:
+    if group.state is not WorkerState.INIT:
         raise RuntimeError("an agent runs once; make another one, with a new rendezvous handler")
     try:
         with contextlib.ExitStack() as cleanup:
@@ -105,7 +106,7 @@ def run_workers(
             group.finished(end)
             return end
     except BaseException:
-        group.become(GroupState.UNKNOWN)
+        group.become(WorkerState.UNKNOWN)
         raise
 
 

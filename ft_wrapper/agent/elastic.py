@@ -31,7 +31,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from . import health, torch_events
 from .agent import Agent, report_state, run_workers
 from .group import Counts as Counts
-from .group import Group, GroupState
+from .group import Group
 from .loop import Launch
 from .nodes import EXIT_BARRIER_TIMEOUT, Inbox, Nodes, Workers
 from .nodes import CannotStart as CannotStart
@@ -317,12 +317,10 @@ class LocalElasticAgent(SimpleElasticAgent):
         """When this agent was alive last, in seconds since the epoch; torch's launcher asks for it."""
         return int(time.time())
 
-    @contextlib.contextmanager
-    def _stop_server(self, *_: object) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            self._health_check_server.stop()
+    def _stop_server(self, *_: object) -> contextlib.ExitStack:
+        stack = contextlib.ExitStack()
+        stack.callback(self._health_check_server.stop)
+        return stack
 
     def _run_to_end(self) -> End:
         if not self._call:
@@ -331,15 +329,16 @@ class LocalElasticAgent(SimpleElasticAgent):
             call_function.write_call(folder, self._call)
             program = python_program(call_function.__name__, [folder, LOCAL_RANK], is_module=True)
             end = self._agent.run(self._meet, program)
-            if self._group.state is GroupState.SUCCEEDED:
+            if self._group.state is WorkerState.SUCCEEDED:
                 self._read_results(folder)
             return end
 
     def _read_results(self, folder: str) -> None:
-        for worker in self.get_worker_group().workers:
-            if worker.local_rank in self._group.succeeded:
-                with contextlib.suppress(FileNotFoundError):
-                    self._returned[worker.global_rank] = call_function.read_result(folder, worker.local_rank)
+        where = self._group.round
+        assert where is not None
+        for rank in self._group.succeeded:
+            with contextlib.suppress(FileNotFoundError):
+                self._returned[where.rank(rank)] = call_function.read_result(folder, rank)
 
 
 def _refuse(spec: WorkerSpec) -> None:

@@ -4,29 +4,13 @@ The agent's main thread writes it. Other threads read: what changes is replaced 
 """
 
 import dataclasses
-import enum
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch.distributed.elastic.agent.server.api import WorkerState
+
 from .rank_metrics import RankMetrics
 from .rounds import End, Round
-
-
-class GroupState(enum.Enum):
-    """The state of a group, by torch's names of it (``WorkerState``).
-
-    INIT; HEALTHY from a start on; UNHEALTHY while one has failed and the others go on; STOPPED while all are
-    ended to be started again, or after a signal; SUCCEEDED or FAILED at the end; UNKNOWN if something went
-    wrong half-way.
-    """
-
-    UNKNOWN = "UNKNOWN"
-    INIT = "INIT"
-    HEALTHY = "HEALTHY"
-    UNHEALTHY = "UNHEALTHY"
-    STOPPED = "STOPPED"
-    SUCCEEDED = "SUCCEEDED"
-    FAILED = "FAILED"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +32,10 @@ class Counts:
 
 class Group:
     """The ranks of a node.
+
+    Its state is INIT; HEALTHY from a start on; UNHEALTHY while one has failed and the others go on; STOPPED
+    while all are ended to be started again, or after a signal; SUCCEEDED or FAILED at the end; UNKNOWN if
+    something went wrong half-way.
 
     Args:
         role: their name.
@@ -75,7 +63,7 @@ class Group:
         self.role = role
         self.nproc = nproc
         self.max_restarts = max_restarts
-        self.state = GroupState.INIT
+        self.state = WorkerState.INIT
         self.counts = Counts()
         self.round: Round | None = None
         self.pids: Mapping[int, Any] = {}
@@ -104,7 +92,7 @@ class Group:
     def all_started(self) -> None:
         """All ranks of the round have been started; meanwhile some may have failed, or all been stopped."""
         if self._is_starting:
-            self.become(GroupState.UNHEALTHY if self.missing else GroupState.HEALTHY)
+            self.become(WorkerState.UNHEALTHY if self.missing else WorkerState.HEALTHY)
 
     def count_restarts(self, restarts: int) -> None:
         """Notes how often all ranks were restarted because some had failed, or are about to be."""
@@ -122,8 +110,8 @@ class Group:
         self.missing -= {local_rank}
         self.succeeded -= {local_rank}
         self._count("replacements", replaces)
-        if self.state is GroupState.UNHEALTHY and not self.missing:
-            self.become(GroupState.HEALTHY)
+        if self.state is WorkerState.UNHEALTHY and not self.missing:
+            self.become(WorkerState.HEALTHY)
 
     def ended(self, local_rank: int) -> None:
         """A rank has done what it had to."""
@@ -133,8 +121,8 @@ class Group:
         """A rank has failed of its own accord."""
         self._count("failures")
         self.missing |= {local_rank}
-        if self.state is GroupState.HEALTHY:
-            self.become(GroupState.UNHEALTHY)
+        if self.state is WorkerState.HEALTHY:
+            self.become(WorkerState.UNHEALTHY)
 
     def dismissed(self, local_rank: int) -> None:
         """A rank was asked to leave the job, or was excluded: if its process is gone it is not missing."""
@@ -142,15 +130,15 @@ class Group:
 
     def stopped(self) -> None:
         """All are ended, to be started again."""
-        self.become(GroupState.STOPPED)
+        self.become(WorkerState.STOPPED)
 
     def finished(self, end: End) -> None:
         """This node's part is over."""
         is_good = not end.result().exit_code
-        last = GroupState.SUCCEEDED if is_good else GroupState.FAILED
-        self.become(GroupState.STOPPED if end.signum is not None else last)
+        last = WorkerState.SUCCEEDED if is_good else WorkerState.FAILED
+        self.become(WorkerState.STOPPED if end.signum is not None else last)
 
-    def become(self, state: GroupState) -> None:
+    def become(self, state: WorkerState) -> None:
         """Changes the state."""
         self.state, self._is_starting = state, False
         self._on_state(self)

@@ -4,6 +4,7 @@ argparse reads single values (`_value`). What is checked after that is what opti
 """
 
 import argparse
+import contextlib
 import copy
 import dataclasses
 import importlib.machinery
@@ -13,10 +14,11 @@ import os
 import re
 import shutil
 import signal
+import socket
 import string
 import sys
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -27,6 +29,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvou
 from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config, parse_rendezvous_endpoint
 from torch.distributed.run import determine_local_world_size, get_args_parser
 
+from .. import events
 from .._text import without_secrets
 from .._version import __version__
 from ..log_lines import FORMAT_ENV, FORMATS, TEXT
@@ -35,6 +38,7 @@ from ..rendezvous.settings import ETCD_NAMES, NAME, read_parameters, unknown_opt
 from ..settings import LONGEST
 from ..store import secret
 from ..store.address import why_unknown, without_brackets
+from .health import ADDRESS_ENV
 from .loop import Launch
 from .node_check import TIMEOUT, NodeCheck
 from .nodes import EXIT_BARRIER_TIMEOUT
@@ -60,7 +64,7 @@ _MOST_RANKS = 4096  # of one node: each is a process, with files and memory of i
 
 #: Options of torchrun's that do nothing here, though they ask for something: what to do instead.
 NO_EFFECT = {
-    "--event-log-handler": "events are written as JSON lines to the file that FT_WRAPPER_EVENTS names",
+    "--event-log-handler": "--events DIR writes events, as JSON lines",
     "--numa-binding": "bind ranks in the script, by os.sched_setaffinity, or by numactl and --no-python",
     "--duplicate-stdout-filters": "search the log files, with --tee 1 or --redirects 1",
     "--duplicate-stderr-filters": "search the log files, with --tee 2 or --redirects 2",
@@ -157,7 +161,11 @@ OWN_OPTIONS = {
     f"{EXIT_BARRIER_TIMEOUT:g})",
     "--log-format FORMAT": "format of the log lines, including those of the ranks' wrappers: text, or json: "
     f"one object per line (default: {FORMAT_ENV}, else text)",
-    "--no-standby": "start each rank separately, instead of forking it from a process that has imported "
+    "--events DIR": "write what happens on this node to DIR/events-HOST.jsonl, for ftrun report (default: "
+    f"the file that {events.ENV} names, else --log-dir, if it is given)",
+    "--metrics PORT": f"answer health checks and Prometheus here; HOST:PORT too (default: {ADDRESS_ENV})",
+    "--no-standby": argparse.SUPPRESS,
+    "--no-fork": "start each rank separately, instead of forking it from a process that has imported "
     "torch (always so with --no-python and PYTHON_EXEC)",
 }
 
@@ -274,6 +282,9 @@ _READERS: dict[str, Callable[[str], Any]] = {
         {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD}.isdisjoint,
     ),
     "--master-port": _count(65535),
+    "--active-world-size": _value(
+        int, "use a number: at least one rank has to call the function", lambda n: 0 < n <= _MOST
+    ),
     "--drained-exit-code": _count(255),
     "--monitor-interval": _seconds(1e-3),
     "--node-check-timeout": _seconds(1e-3),
@@ -494,6 +505,7 @@ class Options:
         result_file: where to write how the job has ended; empty for nowhere.
         drained_exit_code: of this process once its node was drained.
         secret: of the job, if the user gives it.
+        variables: of the environment, that options stand for.
     """
 
     nproc_per_node: int
@@ -530,16 +542,31 @@ class Options:
     result_file: str = ""
     drained_exit_code: int = 0
     secret: bytes | None = dataclasses.field(default=None, repr=False)
+    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-    def launch(self, logs_specs: LogsSpecs) -> Launch:
-        """What this node's agent runs, and how; ``logs_specs`` says where log files go."""
+    @contextlib.contextmanager
+    def environment(self) -> Iterator[None]:
+        """Sets `variables` for a while, and makes the folder of the events."""
+        before = {name: os.environ.get(name) for name in self.variables}
+        os.environ.update(self.variables)
+        try:
+            if file := self.variables.get(events.ENV):
+                os.makedirs(os.path.dirname(file), 0o700, exist_ok=True)
+            yield
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+    def launch(self, log_dir: str) -> Launch:
+        """What this node's agent runs, and how; log files go to a folder."""
         nproc, active, virtual = self.nproc_per_node, self.active_world_size, self.virtual_local_rank
         run_id = (self.rendezvous or self).run_id or str(uuid.uuid4())
+        streams = {name: getattr(self, name) for name in ("redirects", "tee", "local_ranks_filter")}
         return Launch(
             Job(nproc, self.role, run_id, self.max_restarts, active, virtual),
             self.program,
             RestartPolicy(self.policy, self.max_restarts, self.max_rank_restarts),
-            logs_specs,
+            self.logs_specs(log_dir=log_dir, **streams),
             self.signals,
             self.shutdown_timeout,
             self.drain_timeout,
@@ -585,7 +612,8 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
         "policy": policy,
         "max_restarts": args.max_restarts or 0,
         "max_rank_restarts": RANK_RESTARTS if args.max_rank_restarts is None else args.max_rank_restarts,
-        "forks": not args.no_standby,
+        "forks": not (args.no_fork or args.no_standby),
+        "variables": _variables(args),
         "logs_specs": args.logs_specs or DefaultLogsSpecs,
         "run_id": "" if args.standalone or args.rdzv_id == DEFAULT_RDZV_ID else args.rdzv_id,
         "log_line_prefix": _log_line_prefix(parser, args),
@@ -602,7 +630,18 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
     )
 
 
+def _variables(args: argparse.Namespace) -> dict[str, str]:
+    """What options stand for, for this process and the ranks."""
+    found = {ADDRESS_ENV: args.metrics} if args.metrics else {}
+    folder = args.events or ("" if os.environ.get(events.ENV) else args.log_dir)
+    if folder and folder != os.devnull:
+        found[events.ENV] = os.path.abspath(os.path.join(folder, f"events-{socket.gethostname()}.jsonl"))
+    return found
+
+
 def _warn_of_what_has_no_effect(parser: Parser, args: argparse.Namespace) -> None:
+    if args.no_standby:
+        parser.warn("--no-standby is --no-fork now; the old name goes with the next release")
     for option, instead in NO_EFFECT.items():
         value = getattr(args, name(option))
         if value and value != NO_HANDLER:
@@ -641,9 +680,8 @@ def _warn_of_ranks(parser: Parser, args: argparse.Namespace) -> None:
 def _known_signals(parser: Parser, args: argparse.Namespace) -> tuple[signal.Signals, ...]:
     given = args.signals_to_handle or ()
     said = f"--signals-to-handle {','.join(each if isinstance(each, str) else each.name for each in given)}"
-    for each in given:
-        if isinstance(each, str):
-            parser.warn(f"{said}: no signal is named {each!r}, left out; names are as in SIGTERM,SIGUSR1")
+    for each in filter(lambda each: isinstance(each, str), given):
+        parser.warn(f"{said}: no signal is named {each!r}, left out; names are as in SIGTERM,SIGUSR1")
     return tuple(each for each in given if not isinstance(each, str))
 
 
@@ -657,19 +695,16 @@ def _log_line_prefix(parser: Parser, args: argparse.Namespace) -> str | None:
 
 
 def _program(parser: Parser, args: argparse.Namespace) -> Program:
-    script: str = args.training_script
-    arguments = tuple(args.training_script_args)
+    script, arguments = str(args.training_script), tuple(args.training_script_args)
     python = os.environ.get("PYTHON_EXEC")
     if args.run_path:  # by this Python, as under torchrun
-        superfluous = [option for option in ("--no-python", "--module") if getattr(args, name(option))]
-        if superfluous:
+        if superfluous := [each for each in ("--no-python", "--module") if getattr(args, name(each))]:
             parser.warn(f"--run-path: makes {' and '.join(superfluous)} superfluous: python runs {script}")
         args.no_python, args.module, python = False, False, None
     if args.no_python and args.module:
         parser.contradict("--no-python", "--module", "a module needs python; drop one of them")
     if args.no_python:
-        path = shutil.which(script)
-        if path is None:
+        if (path := shutil.which(script)) is None:
             parser.error(f"script {script}: no such program, or not executable (--no-python: without python)")
         return Program((path, *arguments))
     if args.module:
@@ -680,20 +715,15 @@ def _program(parser: Parser, args: argparse.Namespace) -> Program:
         parser.error(f"script {script}: no such file in {os.getcwd()}; for a module's name give -m")
     program = python_program(script, arguments, is_module=args.module, python=python)
     # Another Python may have another torch, or none; and compiled files are left to Python itself.
-    if python is not None or script.endswith(".pyc"):
-        return Program(program.command)
-    return program
+    return Program(program.command) if python is not None or script.endswith(".pyc") else program
 
 
 def _policy(parser: Parser, args: argparse.Namespace) -> Policy:
     policy = Policy(args.restart_policy)
-    for other, option, value in (
-        (Policy.RANK, "--max-restarts", args.max_restarts),
-        (Policy.GROUP, "--max-rank-restarts", args.max_rank_restarts),
-    ):
-        if policy is other and value is not None:
-            why = f"{option} limits what this policy never does; drop one of them"
-            parser.contradict(f"{option} {value}", f"--restart-policy {policy.value}", why)
+    option = {Policy.RANK: "--max-restarts", Policy.GROUP: "--max-rank-restarts"}.get(policy, "")
+    if option and (value := getattr(args, name(option))) is not None:
+        why = f"{option} limits what this policy never does; drop one of them"
+        parser.contradict(f"{option} {value}", f"--restart-policy {policy.value}", why)
     return policy
 
 
@@ -729,13 +759,18 @@ def _nodes(parser: Parser, args: argparse.Namespace, policy: Policy) -> dict[str
     (least, most), nproc = args.nnodes, args.nproc_per_node
     spares = _spare_nodes(parser, args, policy)
     if args.standalone:
-        _check_standalone(parser, args, least, spares)
+        if least > 1 or spares:  # torchrun waits in vain for other nodes then
+            other = f"--nnodes {_shown(args.nnodes)}" if least > 1 else f"--spare-nodes {spares}"
+            parser.contradict("--standalone", other, "this node is alone, or it is not; drop one of them")
         most = 1
     active = _active_world_size(parser, args, most, nproc, spares)
     found = {"active_world_size": active, "devices": _devices(parser, args, most, spares, active)}
     is_alone = args.standalone or (most + spares == 1 and not args.rdzv_endpoint)
     if not args.standalone:
-        _check_backend(parser, args)
+        known = {STATIC, *OURS, *rendezvous_handler_registry._registry}
+        if args.rdzv_backend not in known:
+            names = ", ".join(sorted(known))
+            parser.error(f"--rdzv-backend {args.rdzv_backend}: there is no such; use {names}")
         _check_node_rank(parser, args, most + spares, is_alone)
     port = DEFAULT_MASTER_PORT if args.master_port is None else args.master_port
     if is_alone:
@@ -773,11 +808,7 @@ def _active_world_size(
     if spares:
         return most * nproc
     active: int | None = args.active_world_size
-    if active is None:
-        return None
-    if active < 1:
-        parser.error(f"--active-world-size {active}: at least one rank has to call the function")
-    if active > most * nproc:
+    if active is not None and active > most * nproc:
         parser.error(
             f"--active-world-size {active}: is more than the {most * nproc} ranks that there are with "
             f"--nnodes {_shown(args.nnodes)} and --nproc-per-node {nproc}; start more of them, or lower it"
@@ -811,23 +842,6 @@ def _devices(parser: Parser, args: argparse.Namespace, most: int, spares: int, a
     if most > 1:
         parser.warn(f"{given}: only spares that stay on their node have a device there: see Tree; or {ways}")
     return count
-
-
-def _check_standalone(parser: Parser, args: argparse.Namespace, least: int, spares: int) -> None:
-    """Complains of what a node that is alone cannot have; torchrun waits in vain for other nodes then."""
-    for option, value, says_otherwise in (
-        ("--nnodes", _shown(args.nnodes), least > 1),
-        ("--spare-nodes", args.spare_nodes, spares > 0),
-    ):
-        if says_otherwise:
-            why = "this node is alone, or it is not; drop one of them"
-            parser.contradict("--standalone", f"{option} {value}", why)
-
-
-def _check_backend(parser: Parser, args: argparse.Namespace) -> None:
-    known = {STATIC, *OURS, *rendezvous_handler_registry._registry}
-    if args.rdzv_backend not in known:
-        parser.error(f"--rdzv-backend {args.rdzv_backend}: there is no such; use {', '.join(sorted(known))}")
 
 
 def _check_node_rank(parser: Parser, args: argparse.Namespace, most: int, is_alone: bool) -> None:

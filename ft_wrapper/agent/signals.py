@@ -4,7 +4,7 @@ import signal
 import socket
 import types
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import TypeVar
 
 from ..exception import RestartTimeout, StoreUnavailable
@@ -96,18 +96,14 @@ class SignalQueue:
 _queues: list[SignalQueue] = []  # the newest one is last
 
 
-@contextmanager
-def held() -> Iterator[None]:
+def held() -> AbstractContextManager[None]:
     """`SignalQueue.held` of the queue that there is in this process, if any. Main thread only."""
-    with _queues[-1].held() if _queues else nullcontext():
-        yield
+    return _queues[-1].held() if _queues else nullcontext()
 
 
-@contextmanager
-def raised() -> Iterator[None]:
+def raised() -> AbstractContextManager[None]:
     """`SignalQueue.raised` of the queue that there is in this process, if any. Main thread only."""
-    with _queues[-1].raised() if _queues else nullcontext():
-        yield
+    return _queues[-1].raised() if _queues else nullcontext()
 
 
 def interruptible(ask: Callable[[], T], seconds: float | None) -> T:

@@ -41,14 +41,10 @@ def run(options: Options) -> int:
         cleanup.callback(secret.use, None)
         secret.use(options.secret)
         try:
+            log_dir = cleanup.enter_context(log_folder.open_folder(options))
+            cleanup.enter_context(options.environment())
             events.check()
-            logs_specs = options.logs_specs(
-                log_dir=cleanup.enter_context(log_folder.open_folder(options)),
-                redirects=options.redirects,
-                tee=options.tee,
-                local_ranks_filter=options.local_ranks_filter,
-            )
-            end = Agent(options.launch(logs_specs)).run(lambda: _meet(options, cleanup))
+            end = Agent(options.launch(log_dir)).run(lambda: _meet(options, cleanup))
             replace_broken_streams()
         except (OSError, CannotStart) as error:
             words = " ".join(str(error).split())

@@ -131,7 +131,7 @@ Launch = Callable[..., Job]
 @pytest.fixture(autouse=True)
 def no_standby(monkeypatch: pytest.MonkeyPatch) -> None:
     """Most scripts here use no torch, and are started faster than it could be imported."""
-    monkeypatch.setenv("PET_NO_STANDBY", "1")
+    monkeypatch.setenv("PET_NO_FORK", "1")
 
 
 @pytest.fixture(autouse=True)
@@ -178,7 +178,7 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
 def run_with_standby(*arguments: str, module: str = "ft_wrapper.run") -> subprocess.CompletedProcess[str]:
     """For scripts with torch: their ranks are forked from ftrun's standby process."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("PET_NO_STANDBY")
+        patch.delenv("PET_NO_FORK")
         return run_python(["-m", module, *arguments], TIMEOUT)
 
 
@@ -646,7 +646,7 @@ def test_notices_reach_who_handles_them_and_end_nothing(
 ) -> None:
     signum = signal.Signals[name]
     if standby:
-        monkeypatch.delenv("PET_NO_STANDBY")
+        monkeypatch.delenv("PET_NO_FORK")
     job = launch(2, "--restart-policy", policy)
     assert job.ranks[0].ask(f"note {name}") == "done"
     for _ in range(2):

@@ -362,7 +362,7 @@ def _succeeds(status: int) -> None:
 
 
 def _become_ftrun(arguments: list[str], cwd: str) -> Program:
-    ahead = None if "--no-standby" in arguments or os.environ.get("PET_NO_STANDBY") == "1" else _Ahead()
+    ahead = None if "--no-fork" in arguments or os.environ.get("PET_NO_FORK") == "1" else _Ahead()
     if ahead is not None:
         if ahead.pid == 0:
             return ahead.become_template()

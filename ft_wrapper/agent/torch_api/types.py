@@ -32,7 +32,7 @@ def worker_group(spec: api.WorkerSpec, group: Group) -> api.WorkerGroup:
         group: their state.
     """
     made, where, pids = api.WorkerGroup(spec), group.round, group.pids
-    made.state = api.WorkerState[group.state.name]
+    made.state = group.state
     if where is None:
         return made
     host, port = split_host_port(where.address)

@@ -96,7 +96,7 @@ class Job:
         self._options += ["--rdzv-backend", backend, "--rdzv-endpoint", f"localhost:{server.port}"]
         self._options += ["--rdzv-conf", f"is_host=false,read_timeout=30,{conf}"]
         if self._launcher != TORCHS:
-            self._options.append("--no-standby")
+            self._options.append("--no-fork")
         return self
 
     def __exit__(self, *error: Any) -> None:

@@ -85,7 +85,7 @@ def test_a_real_kill_in_a_cgroup_of_version_1(tmp_path: Path) -> None:
     try:
         (group / "memory.limit_in_bytes").write_text(str(400 << 20))
         join = f'echo $$ > {group}/cgroup.procs; exec "$@"'
-        words = ["-m", "ft_wrapper.run", "--no-standby", str(script)]
+        words = ["-m", "ft_wrapper.run", "--no-fork", str(script)]
         done = subprocess.run(
             ["sh", "-c", join, "sh", sys.executable, *words], capture_output=True, text=True, timeout=120
         )
@@ -113,6 +113,6 @@ def test_the_line_says_so(
     monkeypatch.setattr(loop, "count_kernel_kills", lambda: before + kills)
     script = tmp_path / "script.py"
     script.write_text("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
-    assert main(["--no-standby", str(script)]) == INFRASTRUCTURE
+    assert main(["--no-fork", str(script)]) == INFRASTRUCTURE
     lines = [record.getMessage() for record in caplog.records if "killed by SIGKILL" in record.getMessage()]
     assert lines and all(("out of memory?" in line) == bool(kills) for line in lines)

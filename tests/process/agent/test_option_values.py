@@ -120,7 +120,7 @@ def test_an_empty_value_of_an_option_of_ours_is_an_error(
     )
 
 
-@pytest.mark.parametrize("variable", ["PET_STANDALONE", "PET_NO_STANDBY", "PET_MODULE"])
+@pytest.mark.parametrize("variable", ["PET_STANDALONE", "PET_NO_FORK", "PET_MODULE"])
 @pytest.mark.parametrize("value", ["2", "-1", "", "yes", " 1"])
 def test_a_variable_of_an_option_without_value_is_0_or_1(
     variable: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -235,4 +235,4 @@ def test_all_numbers_of_the_command_line_are_here() -> None:
         for action in make_parser()._actions
         if action.metavar in ("N", "K", "PORT", "SECONDS")
     }
-    assert asked - {"--devices-per-node"} <= {*COUNTS, *DURATIONS}
+    assert asked - {"--devices-per-node", "--metrics"} <= {*COUNTS, *DURATIONS}

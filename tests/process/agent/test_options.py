@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -432,6 +433,30 @@ def test_prefix_is_taken_from_the_environment(
     assert capsys.readouterr().out == "<default 0>said\n"
 
 
+def test_what_options_stand_for_in_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("FT_WRAPPER_EVENTS", "TORCHELASTIC_HEALTH_CHECK_PORT"):
+        monkeypatch.delenv(variable, raising=False)
+    file, logs = f"{tmp_path}/new/events-{socket.gethostname()}.jsonl", ("--log-dir", f"{tmp_path}/new")
+    assert parsed().variables == parsed("--log-dir", os.devnull).variables == {}
+    assert parsed(*logs).variables == {"FT_WRAPPER_EVENTS": file}
+    monkeypatch.setenv("FT_WRAPPER_EVENTS", "own")
+    assert parsed(*logs).variables == {}, "what the user has set counts"
+    options = parsed("--events", f"{tmp_path}/new", "--metrics", "0")
+    assert options.variables == {"FT_WRAPPER_EVENTS": file, "TORCHELASTIC_HEALTH_CHECK_PORT": "0"}
+    with options.environment():
+        assert Path(file).parent.is_dir()
+        assert os.environ["FT_WRAPPER_EVENTS"] == file
+    assert os.environ["FT_WRAPPER_EVENTS"] == "own"
+    assert "TORCHELASTIC_HEALTH_CHECK_PORT" not in os.environ
+
+
+def test_an_old_name_of_an_option_works_with_a_warning() -> None:
+    assert parsed().forks and not parsed("--no-fork").forks
+    old = parsed("--no-standby")
+    assert not old.forks
+    assert old.warnings == ("--no-standby is --no-fork now; the old name goes with the next release",)
+
+
 # Real jobs ---------------------------------------------------------------------------------------------
 
 COUNTED = """
@@ -460,7 +485,7 @@ COUNTED = """
 def test_active_ranks_of_a_job(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], write: Callable[[str], str]
 ) -> None:
-    assert main(["--nproc-per-node", "2", "--active-world-size", "1", "--no-standby", write(COUNTED)]) == 0
+    assert main(["--nproc-per-node", "2", "--active-world-size", "1", "--no-fork", write(COUNTED)]) == 0
     out, err = capfd.readouterr()
     assert sorted(out.splitlines()) == [
         "by code: 0 of 1",

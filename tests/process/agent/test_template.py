@@ -83,7 +83,7 @@ def test_a_forked_rank_finds_what_an_executed_one_finds(
     script = tmp_path / "dump.py"
     script.write_text(textwrap.dedent(DUMP))
     forked = dumped(tmp_path / "forked", script)
-    executed = dumped(tmp_path / "executed", script, "--no-standby")
+    executed = dumped(tmp_path / "executed", script, "--no-fork")
     for number in range(3):
         assert forked[0]["random"][number] != forked[1]["random"][number]
     for record in (*forked, *executed):

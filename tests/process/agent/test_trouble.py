@@ -70,7 +70,7 @@ def test_output_that_nobody_reads_restarts_once_and_is_named(tmp_path: Path) -> 
     script = write(tmp_path, PRINTS)
     read_end, write_end = os.pipe()
     os.close(read_end)
-    command = [sys.executable, "-m", "ft_wrapper.run", "--nproc-per-node", "2", "--no-standby", script]
+    command = [sys.executable, "-m", "ft_wrapper.run", "--nproc-per-node", "2", "--no-fork", script]
     try:
         ended = subprocess.run(
             command, stdout=write_end, stderr=subprocess.PIPE, text=True, timeout=TIMEOUT, cwd=tmp_path
@@ -148,7 +148,7 @@ def test_too_few_descriptors_are_named_before_anything_is_started(
     folder.mkdir()
     (folder / "finish").touch()
     before = ("bash", "-c", f'ulimit -n {limit}; exec "$@"', "bash")
-    with FtRun(folder, "--nproc-per-node", "1", "--no-standby", script, before=before) as job:
+    with FtRun(folder, "--nproc-per-node", "1", "--no-fork", script, before=before) as job:
         assert job.end() == (0 if enough else 2), job.said
     if not enough:
         assert "[Errno 24] Too many open files: with 1 ranks this process needs" in job.said

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from ft_wrapper.agent.group import Group, GroupState
+from ft_wrapper.agent.elastic import WorkerState
+from ft_wrapper.agent.group import Group
 from ft_wrapper.agent.policy import JobFacts, JobOutcome, Policy, RestartPolicy
 from ft_wrapper.agent.ranks import (
     END_LIMIT,
@@ -189,10 +190,10 @@ def test_a_failed_rank_is_started_again_once_the_node_has_its_place() -> None:
     node = Node().run()
     actions = node.fails(1)
     assert without_words(actions) == [AskPlace()]
-    assert node.group.state is GroupState.UNHEALTHY
+    assert node.group.state is WorkerState.UNHEALTHY
     assert node.ranks.place(is_ours=True) == [Start(1, 1, 0, True)]
     assert node.forked(1, 1) == []
-    assert node.group.state is GroupState.HEALTHY
+    assert node.group.state is WorkerState.HEALTHY
     assert (node.succeeds(0), node.succeeds(1)) == ([], [])
     end = node.ranks.end()
     assert end.failures == []
@@ -299,7 +300,7 @@ def test_an_exception_that_the_job_knows_is_the_error_unless_the_process_has_wri
 def test_a_group_is_ended_and_then_restarted() -> None:
     node = Node(3, Policy.GROUP).run()
     assert without_words(node.fails(1)) == [CancelStarts(), TERM]
-    assert node.group.state is GroupState.STOPPED
+    assert node.group.state is WorkerState.STOPPED
     assert node.fails(0, exitcode=-15) == [], "ended by us"
     assert not node.ranks.is_over
     assert node.fails(2, exitcode=-15) == []
@@ -374,7 +375,7 @@ def test_a_failure_from_before_a_signal_is_forgiven_if_its_rank_ran() -> None:
 def test_the_nodes_meet_again(what: What) -> None:
     node = Node().run()
     assert node.ranks.take_news(News(what, "node b is lost")) == [CancelStarts(), TERM]
-    assert node.group.state is GroupState.STOPPED
+    assert node.group.state is WorkerState.STOPPED
     node.fails(0, exitcode=-15)
     node.fails(1, exitcode=-15)
     assert node.ranks.end().again
