@@ -35,7 +35,7 @@ def test_within_the_limits_it_hands_the_state_on(controller: RetryController, fi
     ("controller", "fields", "reasons"),
     [
         (RetryController(3), {"iteration": 3}, ["iteration 3", "max_iterations=3"]),
-        (RetryController(1), {"iteration": 9, "rejoin": True}, ["max_iterations=1"]),
+        (RetryController(1), {"iteration": 9, "use_global_iteration": True}, ["max_iterations=1"]),
         (RetryController(min_world_size=5), {}, ["world size 4", "min_world_size=5"]),
         (RetryController(min_active_world_size=4), {}, ["active world size 3", "min_active_world_size=4"]),
         (RetryController(), {"active_world_size": 0}, ["active world size 0"]),
