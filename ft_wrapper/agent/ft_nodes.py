@@ -287,9 +287,9 @@ class FtNodes(Nodes):
         if handler is None or agents is None or where is None:
             return
         lost = ", ".join(str(seat.occupant) for seat in seats)
-        in_background(f"loss of node {lost}", lambda: self._bury(handler, agents, where.store, seats))
+        in_background(f"loss of node {lost}", lambda: self._report_loss(handler, agents, where.store, seats))
 
-    def _bury(
+    def _report_loss(
         self, handler: FtRendezvousHandler, agents: Store, address: str, seats: tuple[Seat, ...]
     ) -> None:
         state = handler.refresh()

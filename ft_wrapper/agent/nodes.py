@@ -251,7 +251,7 @@ class Nodes:
         in_background("exit barrier", run)
 
     def finish(self, result: str) -> None:
-        """All is done, or this node is not needed any more: ends its part. Bounded.
+        """All is done, or the others do not need this node: ends its part. Bounded.
 
         Args:
             result: how the job has ended, a `JobResult` as text.
@@ -389,7 +389,7 @@ def _wait(end: End, nodes: Nodes, signals: SignalQueue) -> End:
                 if news.why:
                     log.warning("%s", news.why)
                 if news.what is What.GONE:
-                    continue  # no node waits for it any more
+                    continue  # no node waits for it
                 if news.what is What.COME:
                     return dataclasses.replace(end, again=True)
                 if news.what is What.OVER:

@@ -498,7 +498,7 @@ class Options:
         port: where the ranks' store is if there are no others; 0 for a free port.
         run_id: what the user calls the job if there are no others; empty if nothing.
         log_line_prefix: what ``--tee`` puts before each line; role and rank when None.
-        warnings: what the user should be told of the command line, a line each.
+        warnings: about the command line, a line each.
         check: whether to look for what may go wrong, and to start nothing.
         log_format: how log lines look, those of the ranks' wrappers, too: ``text`` or ``json``.
         node_check: what this node has to pass before it takes a seat; None: nothing.

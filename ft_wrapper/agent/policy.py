@@ -114,7 +114,7 @@ class RankBudget:
 
         Args:
             lived: seconds for which the process that has died had run.
-            is_first: whether it was the rank's first process, from which no crash loop can be told.
+            is_first: whether it was the rank's first process, which shows no crash loop yet.
 
         Returns:
             Seconds to wait before the replacement is started; None if there is none left.

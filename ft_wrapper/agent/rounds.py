@@ -64,7 +64,7 @@ class What(enum.Enum):
         GONE: a node is lost, or has left. The same, unless the ranks of this node are done.
         OVER: the job has failed: this node ends its ranks.
         LOST: the rendezvous is lost. The same, unless the ranks of this node are done.
-        CLOSED: the job has ended: the nodes do not wait for each other any more.
+        CLOSED: the job has ended: the nodes have stopped waiting for each other.
         DRAIN: ranks of this node are to leave the job, and are not started again.
         NOTICE: this node is asked to leave the job; the others have to agree.
     """

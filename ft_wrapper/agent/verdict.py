@@ -46,7 +46,7 @@ def worst(results: Iterable[JobResult | None]) -> JobResult | None:
         results: what each node has said; None if one has said nothing.
 
     Returns:
-        None if nobody has said anything.
+        None if no node has said anything.
     """
     said = [result for result in results if result is not None]
     return min(said, key=lambda result: (result.exit_code == DONE, result.exit_code), default=None)

@@ -68,8 +68,8 @@ class ClassicNodes(Nodes):
         self._worker_store, own = None, ""
         if info.rank == 0:
             bootstrap = info.bootstrap_store_info
-            told = self._spec.master_addr or self._spec.local_addr or (bootstrap and bootstrap.master_addr)
-            address = told or address_of_this_node(socket.gethostname())
+            given = self._spec.master_addr or self._spec.local_addr or (bootstrap and bootstrap.master_addr)
+            address = given or address_of_this_node(socket.gethostname())
             if info.world_size == 1 and not is_this_host(address):
                 log.warning("%s leads to no address of this host: its ranks use %s", address, loopback())
                 address = loopback()
