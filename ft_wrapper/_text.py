@@ -54,6 +54,21 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
+def place(slot: int, rank: int | None, host: str, pid: int = 0) -> str:
+    """Names a process as all log lines do: ``rank 2 (slot 2 on node7 pid 4711)``.
+
+    Args:
+        slot: its slot.
+        rank: its rank; None if it has none, or if that is not known.
+        host: its host; empty if it is not known.
+        pid: its process; 0 if it is not known.
+    """
+    where = f"on {host}" + (f" pid {pid}" if pid else "") if host else ""
+    if rank is not None:
+        return f"rank {rank} ({f'slot {slot} {where}'.rstrip()})"
+    return f"slot {slot} ({where})" if where else f"slot {slot}"
+
+
 def plural(count: int, noun: str) -> str:
     """A noun, in the plural unless there is one."""
     return noun if count == 1 else noun + "s"

@@ -9,22 +9,26 @@ from collections.abc import Iterable
 class Interruption(enum.Enum):
     """What ended an iteration on one rank."""
 
+    #: The wrapped function, or ``initialize``, raised another ``Exception``.
     EXCEPTION = enum.auto()
-    """The wrapped function, or ``initialize``, raised another ``Exception``."""
+    #: A ``BaseException`` left the wrapped function, or the rank left the job in order.
     BASE_EXCEPTION = enum.auto()
-    """A ``BaseException`` left the wrapped function, or the rank left the job in order."""
+    #: No progress for ``soft_timeout``.
     SOFT_TIMEOUT = enum.auto()
-    """No progress for ``soft_timeout``."""
+    #: No progress for ``hard_timeout``: the process was ended.
     HARD_TIMEOUT = enum.auto()
-    """No progress for ``hard_timeout``: the process was ended."""
+    #: The process died.
     TERMINATED = enum.auto()
-    """The process died."""
+    #: No heartbeat for ``heartbeat_timeout``: its host or network is lost.
     UNRESPONSIVE = enum.auto()
-    """No heartbeat for ``heartbeat_timeout``: its host or network is lost."""
+    #: The rank's monitor failed, so that its faults would go unnoticed.
     MONITOR_PROCESS_EXCEPTION = enum.auto()
-    """The rank's monitor failed, so that its faults would go unnoticed."""
+    #: The wrapped function, or ``initialize``, raised ``torch.OutOfMemoryError``, or an error from it.
     OUT_OF_MEMORY = enum.auto()
-    """The wrapped function, or ``initialize``, raised ``torch.OutOfMemoryError``, or an error from it."""
+    #: The rank left the job on request: ``ftrun drain``.
+    DRAINED = enum.auto()
+    #: Nothing failed: ``ftrun restart`` ended the iteration on all ranks.
+    REQUESTED = enum.auto()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +52,8 @@ _BLAME = (
     Interruption.SOFT_TIMEOUT,
     Interruption.MONITOR_PROCESS_EXCEPTION,
     Interruption.UNRESPONSIVE,
+    Interruption.DRAINED,
+    Interruption.REQUESTED,
     Interruption.BASE_EXCEPTION,
     Interruption.EXCEPTION,
 )

@@ -127,9 +127,8 @@ def _checked(found: Any) -> dict[str, Any]:
     """A record whose readers need not look what its fields are; raises an error if it is none."""
     record = {name: value for name, value in found.items() if value is not None}
     "".join(record.get(name, "") for name in _TEXTS).encode()
-    numbers = [record.get(name, 0) for name in _NUMBERS]
     needed = _NEEDED | _NEEDED_BY.get(record.get("event", ""), set())
-    if not all(abs(number) < _MOST for number in numbers) or not needed <= record.keys():
+    if not (needed <= record.keys() and all(abs(record.get(name, 0)) < _MOST for name in _NUMBERS)):
         raise ValueError("a field is missing, or is no number")
     return record
 

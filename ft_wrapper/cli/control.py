@@ -177,8 +177,8 @@ def restart(endpoint: str, why: str) -> str:
         ends = Agreement(ranks).ends
         if ends.outcome_of(view.n) is not None:
             raise Refused(f"iteration {view.n} has ended already")
-        words = f"is asked to restart, as are all others: {why}"
-        fault = Fault(view.members[0], None, Interruption.BASE_EXCEPTION, words)
+        words = f"all ranks were asked to restart: {why}"
+        fault = Fault(view.members[0], None, Interruption.REQUESTED, words)
         if ends.report_fault(view.n, fault) != FAULT:
             raise Refused("the job has completed")
     return f"iteration {view.n} was ended: all ranks enter the function again"

@@ -31,8 +31,8 @@ _SIGHTS = (Sight.HEARTS, Sight.HEARTS, Sight.HEAD, Sight.HEARTS, Sight.HEARTS, S
 class Rank(Protocol):
     """What a heart has to know of a rank that it beats for. The heart's thread reads it."""
 
+    #: The iteration that the rank is in; None before the first one.
     view: View | None
-    """The iteration that the rank is in; None before the first one."""
 
     @property
     def rank(self) -> int | None:

@@ -171,7 +171,7 @@ class RankMonitor:
             self._report_death(None, False, self.limits.termination_grace_time)
         elif not self._is_death_published:
             if self.memory.leave_requested:  # the agent ended it, since it had no step to leave at
-                self._publish_death(Interruption.BASE_EXCEPTION, "was drained")
+                self._publish_death(Interruption.DRAINED, "was drained")
             else:
                 self._publish_death(Interruption.TERMINATED, "died")
         self._agreement.ends.say_goodbye(self.member)  # in place of the dead member
@@ -274,12 +274,13 @@ class RankMonitor:
         """Notes, called by its heart, whether the other ranks have gone on without this one."""
         self._left_out_at = min(self._left_out_at, time.monotonic()) if left_out else math.inf
 
-    def _emit_fault(self, view: View, interruption: Interruption) -> None:
-        memory = self.memory
-        more: dict[str, Any] = {"kind": interruption.name, "ends": memory.active}
-        if interruption in (Interruption.SOFT_TIMEOUT, Interruption.HARD_TIMEOUT):
+    def _emit_fault(self, view: View, fault: Fault) -> None:
+        memory, kind = self.memory, fault.interruption
+        more: dict[str, Any] = {"kind": kind.name, "ends": memory.active, "message": fault.message}
+        if kind in (Interruption.SOFT_TIMEOUT, Interruption.HARD_TIMEOUT):
             more["since"] = memory.progress_stamp(self.limits.progress_watchdog_interval)
-        self._emit("fault", view, **more, **(memory.last_step() if memory.iteration == view.n else {}))
+        step = memory.last_step() if memory.iteration == view.n else {}
+        self._emit("fault", view, rank=fault.rank, **more, **step)
 
     def _emit(self, event: str, view: View, **fields: Any) -> None:
         member = {"slot": self.member.slot, "incarnation": self.member.incarnation}
@@ -304,14 +305,14 @@ class RankMonitor:
             return
         message = f"made no progress for soft_timeout={self.limits.soft_timeout:g} s"
         fault = self._fault(Interruption.SOFT_TIMEOUT, message)
-        self._emit_fault(view, fault.interruption)
+        self._emit_fault(view, fault)
         self._agreement.ends.report_fault(view.n, fault)
 
     def _publish_death(self, interruption: Interruption, message: str) -> None:
-        if self.view is not None and not self._is_dying:
-            self._emit_fault(self.view, interruption)
-        self._is_dying = True
         fault = self._fault(interruption, message)
+        if self.view is not None and not self._is_dying:
+            self._emit_fault(self.view, fault)
+        self._is_dying = True
         self._report_death(fault, self.memory.active, self.limits.barrier_timeout)
         self._is_death_published = True
 

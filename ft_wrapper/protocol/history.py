@@ -84,7 +84,7 @@ def culprit_of(faults: Sequence[Fault]) -> Fault | None:
     if not faults:
         return None
     worst = by_blame(fault.record for fault in faults)[0].interruption
-    if worst is Interruption.BASE_EXCEPTION:  # it has left in order
+    if worst in (Interruption.BASE_EXCEPTION, Interruption.DRAINED, Interruption.REQUESTED):
         return None
     return next(fault for fault in faults if fault.interruption is worst)
 

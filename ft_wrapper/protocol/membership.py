@@ -185,7 +185,7 @@ class Membership:
         cause = out_of_memory(error)
         kind = Interruption.EXCEPTION if cause is None else Interruption.OUT_OF_MEMORY
         fault = self._raised(rank, kind, cause or error)
-        self.emit("fault", kind=fault.interruption.name, ends=True, message=fault.message)
+        self.emit("fault", kind=fault.interruption.name, ends=True, rank=rank, message=fault.message)
         self.agreement.ends.report_fault(self.view.n, fault)
 
     def leave(
@@ -383,6 +383,6 @@ class Membership:
         return self.record.fault(self.member, rank, interruption, message, self.agreement.store.wall_clock())
 
     def _raised(self, rank: int | None, interruption: Interruption, error: BaseException) -> Fault:
-        is_drained = isinstance(error, exception.RankDrained)
-        message = "was drained" if is_drained else f"raised {exception.in_one_line(error)}"
-        return self.fault(rank, interruption, message)
+        if isinstance(error, exception.RankDrained):
+            return self.fault(rank, Interruption.DRAINED, "was drained")
+        return self.fault(rank, interruption, f"raised {exception.in_one_line(error)}")

@@ -19,6 +19,8 @@ WORDS = {
     "TERMINATED": "died",
     "UNRESPONSIVE": "was lost with its host",
     "MONITOR_PROCESS_EXCEPTION": "lost its monitor",
+    "DRAINED": "was drained",
+    "REQUESTED": "was asked to restart",
 }
 JOINED = "JOINED"
 _NAMED = 4  # ranks in a line; the others are counted

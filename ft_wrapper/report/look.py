@@ -62,6 +62,8 @@ SHAPE_OF = {
     "TERMINATED": "died",
     "UNRESPONSIVE": "died",
     "MONITOR_PROCESS_EXCEPTION": "died",
+    "DRAINED": "joined",
+    "REQUESTED": "joined",
     "JOINED": "joined",
 }
 SHAPE_TITLES = {

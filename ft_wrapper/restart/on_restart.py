@@ -152,7 +152,9 @@ class Reporter:
             phases = {**times.phases, "enter": max(0.0, report.seconds - sum(times.phases.values()))}
         with contextlib.suppress(InternalError):  # the monitor has ended, which is logged elsewhere
             self._own.monitor.restarted(report.kind, {**phases, "total": report.seconds})
-        self._own.member.emit("restarted", line=str(report))
+        slots = {"culprits": report.culprit_slots, "lost": report.lost_slots, "joined": report.joined_slots}
+        slots["promoted"] = tuple(one.slot for one in report.promoted)
+        self._own.member.emit("restarted", kind=report.kind, cause=report.cause, line=str(report), **slots)
 
     def ended(self) -> None:
         """Ends the wait for the report, since the iteration has ended by a fault."""

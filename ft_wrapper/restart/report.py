@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from .._renamed import attribute, of_module
-from .._text import IN_LINE, cut, duration, plural
+from .._text import IN_LINE, cut, duration, place, plural
 from ..attribution import Interruption, by_blame
 from ..protocol.entering import Entered
 from ..protocol.operations import Operations
@@ -52,6 +52,8 @@ class RestartReport:
         seconds: from the end of the iteration before until the last active rank was back.
         phases: this rank's own seconds, by the names in ``ftrun report``: ``abort``, ``leave``, ``arrive``,
             ``decide``, ``enter``. A process that joined knows only the last one.
+        culprit_slots: the initial ranks of the likeliest cause; empty if no rank is to blame.
+        replacements: the new processes that took the rank of a lost one.
         excluded: the slot or host that is excluded after too many faults, or that should be but stays, in
             words; empty if there is none.
         step: the last step that this rank had reported (``call_wrapper.step``) when the iteration before
@@ -71,6 +73,8 @@ class RestartReport:
     phases: Mapping[str, float] = dataclasses.field(default_factory=dict)
     step: int | None = None
     excluded: str = ""
+    culprit_slots: tuple[int, ...] = ()
+    replacements: tuple[Promotion, ...] = ()
 
     lost = attribute("RestartReport", "lost", "lost_slots")
     joined = attribute("RestartReport", "joined", "joined_slots")
@@ -90,18 +94,21 @@ class RestartReport:
 
     def __str__(self) -> str:
         """The line in the log."""
-        parts = [self.cause]
-        if self.joined_slots and self.interruption is not None:
-            parts.append(f"{_numbers('slot', self.joined_slots)} joined")
-        if self.excluded:
-            parts.append(self.excluded)
-        parts.append(_promotions(self.promoted))
-        if self.recompiled_ranks:
-            parts.append(f"{_numbers('rank', self.recompiled_ranks)} will compile again")
+        others = set(self.joined_slots).difference(one.slot for one in self.replacements)
+        is_fault, ranks = self.interruption is not None, self.recompiled_ranks
+        joined = f"{_numbers('slot', sorted(others))} joined" if others and is_fault else ""
+        compiled = f"{_numbers('rank', ranks)} will compile again" if ranks else ""
         spares = self.world_size - self.active_world_size
         size = f"{self.active_world_size} active + {spares} spare {plural(spares, 'rank')}"
-        parts.append(f"{size}, back in {duration(self.seconds)}")
+        end = f"{size}, back in {duration(self.seconds)}"
+        parts = filter(None, [self.cause, joined, self.excluded, self._takeovers(), compiled, end])
         return f"restart {self.iteration}: {'; '.join(parts)}"
+
+    def _takeovers(self) -> str:
+        said = [f"spare slot {one.slot} took over as rank {one.rank}" for one in self.promoted]
+        for one in self.replacements:
+            said.append(f"the replacement in slot {one.slot} took over as rank {one.rank}")
+        return _joined(said, len(said)) or "no spare stepped in"
 
     def to_json(self) -> str:
         """All of it as one JSON object, in one line."""
@@ -119,9 +126,9 @@ class RestartReport:
         fields = json.loads(text)
         kind = fields["interruption"]
         fields["interruption"] = None if kind is None else Interruption[kind]
-        fields["promoted"] = tuple(Promotion(**one) for one in fields["promoted"])
-        for name in ("lost_slots", "joined_slots", "recompiled_ranks"):
-            fields[name] = tuple(fields[name])
+        for name, value in fields.items():
+            if isinstance(value, list):
+                fields[name] = tuple(Promotion(**one) if isinstance(one, dict) else one for one in value)
         return cls(**fields)
 
 
@@ -139,7 +146,10 @@ def make_report(
     """
     active = sorted((one.active_rank, one) for one in entered if one.active_rank is not None)
     lost = tuple(sorted(member.slot for member in set(decision.removed).difference(decision.joined)))
-    joined = tuple(sorted(member.slot for member in set(decision.joined).difference(decision.removed)))
+    new = set(decision.joined).difference(decision.removed)
+    joined = tuple(sorted(member.slot for member in new))
+    ranks = zip(decision.joined, decision.joined_ranks, strict=True)
+    heirs = new.intersection(member for member, rank in ranks if rank not in decision.inserted)
     is_fault = bool(faults) or not joined
     return RestartReport(
         iteration=state.iteration,
@@ -153,6 +163,8 @@ def make_report(
         world_size=state.world_size,
         seconds=seconds,
         excluded=decision.excluded,
+        culprit_slots=culprit_slots(faults),
+        replacements=tuple(Promotion(one.member.slot, rank) for rank, one in active if one.member in heirs),
     )
 
 
@@ -185,11 +197,10 @@ def waiting_line(store: Operations, missing: Sequence[Member], hang: float, sile
         hang: seconds until they are killed if they hang.
         silence: seconds without a heartbeat until they are evicted.
     """
-    places = (_place(member.slot, None, *host_and_pid(store, member)) for member in missing[:_SHOWN])
+    places = (place(member.slot, None, *host_and_pid(store, member)) for member in missing[:_SHOWN])
     names = _joined(places, len(missing))
-    is_, hangs, host = ("it is", "it hangs", "its host is")
-    if len(missing) > 1:
-        is_, hangs, host = ("they are", "they hang", "their hosts are")
+    alone, many = ("it is", "it hangs", "its host is"), ("they are", "they hang", "their hosts are")
+    is_, hangs, host = many if len(missing) > 1 else alone
     return (
         f"the restart waits for {names} to leave the function: {is_} ended within {duration(hang)} if "
         f"{hangs}, or evicted within {duration(silence)} if {host} lost"
@@ -204,6 +215,26 @@ def describe_faults(faults: Sequence[Fault]) -> str:
     """
     if not faults:
         return "no fault was published"
+    groups = _culprits(faults)
+    parts = [f"{_places(group)} {message}".strip() for message, group in groups[:_SHOWN]]
+    rest = sum(len(group) for _, group in groups[_SHOWN:])
+    text = "; ".join([*parts, f"{rest} more elsewhere"] if rest else parts)
+    others = len({fault.member for fault in faults}) - sum(len(group) for _, group in groups)
+    return cut(text, IN_LINE) + (f" (and {others} {plural(others, 'fault')} in its wake)" if others else "")
+
+
+def culprit_slots(faults: Sequence[Fault]) -> tuple[int, ...]:
+    """The slots that `describe_faults` names first: the likeliest cause; empty if no rank is to blame.
+
+    Args:
+        faults: what was published, in that order.
+    """
+    _, first = _culprits(faults)[0] if faults else ("", [])
+    return tuple(sorted(one.member.slot for one in _to_blame(first)))
+
+
+def _culprits(faults: Sequence[Fault]) -> list[tuple[str, list[Fault]]]:
+    """What happened to the likeliest causes, each with the members to which it did; the likeliest first."""
     worst = by_blame(fault.record for fault in faults)[0].interruption
     culprits = [fault for fault in faults if fault.interruption == worst]
     if worst == Interruption.EXCEPTION:
@@ -217,12 +248,7 @@ def describe_faults(faults: Sequence[Fault]) -> str:
             message = f"{missing[member]}, {message}"
         said.setdefault(message, []).append(of_member[0])
     # Missing ranks first; if none is known, the odd one out: it is the likely cause.
-    groups = sorted(said.items(), key=lambda group: (group[1][0].member not in missing, len(group[1])))
-    parts = [f"{_places(group)} {message}" for message, group in groups[:_SHOWN]]
-    rest = sum(len(group) for _, group in groups[_SHOWN:])
-    text = "; ".join([*parts, f"{rest} more elsewhere"] if rest else parts)
-    others = len({fault.member for fault in faults} - {fault.member for fault in culprits})
-    return cut(text, IN_LINE) + (f" (and {others} {plural(others, 'fault')} in its wake)" if others else "")
+    return sorted(said.items(), key=lambda group: (group[1][0].member not in missing, len(group[1])))
 
 
 def host_and_pid(store: Operations, member: Member) -> tuple[str, int]:
@@ -232,21 +258,12 @@ def host_and_pid(store: Operations, member: Member) -> tuple[str, int]:
 
 
 def _places(faults: Sequence[Fault]) -> str:
-    return _joined((_place(one.member.slot, one.rank, one.host, one.pid) for one in faults), len(faults))
+    where = [place(one.member.slot, one.rank, one.host, one.pid) for one in _to_blame(faults)]
+    return _joined(where, len(where))
 
 
-def _place(slot: int, rank: int | None, host: str, pid: int) -> str:
-    where = f" on {host} pid {pid}" if pid else ""
-    if rank is not None:
-        return f"rank {rank} (slot {slot}{where})"
-    return f"slot {slot} ({where.strip()})" if where else f"slot {slot}"
-
-
-def _promotions(promoted: Sequence[Promotion]) -> str:
-    if not promoted:
-        return "no spare stepped in"
-    said = (f"spare slot {one.slot} took over as rank {one.rank}" for one in promoted)
-    return _joined(said, len(promoted))
+def _to_blame(faults: Sequence[Fault]) -> list[Fault]:
+    return [fault for fault in faults if fault.interruption is not Interruption.REQUESTED]
 
 
 def _numbers(noun: str, numbers: Sequence[int]) -> str:
@@ -267,6 +284,8 @@ def _joined(parts: Iterable[str], count: int) -> str:
 # waits for yet another rank there.
 
 _Counts = Mapping[Member, GroupSequence]
+_Whole = Mapping[str, _Counts]
+_Said = Mapping[Member, Fault]
 _At = tuple[int, str]  # an operation's number, and its name; or a place in a library, which may be one, too
 
 
@@ -291,8 +310,7 @@ def who_is_missing(faults: Iterable[Fault]) -> dict[Member, str]:
     for group, counts in whole.items():
         odd, together = _odd_ones(group, counts, said)
         settled |= together
-        for member, why in odd.items():
-            found.setdefault(member, why)
+        found = odd | found
     named = {member: why for member, why in found.items() if member not in settled}
     named = {one: why for one, why in named.items() if not _waits(one, whole, said, settled, len(named) > 1)}
     return named or ({} if settled else _waited_for(whole, said))
@@ -302,19 +320,15 @@ def _is_whole(counts: _Counts) -> bool:
     return len(counts) > 1 and all(count.size == len(counts) for count in counts.values())
 
 
-def _odd_ones(
-    group: str, counts: _Counts, said: Mapping[Member, Fault]
-) -> tuple[dict[Member, str], set[Member]]:
+def _odd_ones(group: str, counts: _Counts, said: _Said) -> tuple[dict[Member, str], set[Member]]:
     """Those of a group that are not where most are; and those who are, if there are any of the others."""
     at = {member: _at(group, counts[member].number, said[member]) for member in counts}
     (most, times), *_ = Counter(at.values()).most_common(1)
     if most is None or 2 * times <= len(counts):
         return {}, set()
-    odd = {}
-    for member, count in counts.items():
-        why = None if at[member] == most else _why(group, count, at[member], most, said[member])
-        if why is not None:
-            odd[member] = why
+    others = [member for member in counts if at[member] != most]
+    whys = {one: _why(group, counts[one], at[one], most, said[one]) for one in others}
+    odd = {member: why for member, why in whys.items() if why is not None}
     return odd, {member for member in counts if at[member] == most} if odd else set()
 
 
@@ -348,13 +362,7 @@ def _why(group: str, count: GroupSequence, at: _At | None, most: _At, fault: Fau
     return None  # it has begun it, and may wait for its end
 
 
-def _waits(
-    one: Member,
-    whole: Mapping[str, _Counts],
-    said: Mapping[Member, Fault],
-    settled: set[Member],
-    are_others: bool,
-) -> bool:
+def _waits(one: Member, whole: _Whole, said: _Said, settled: set[Member], are_others: bool) -> bool:
     """Whether one that is odd may itself wait for a rank that is not where most are."""
     position = said[one].position
     if not position.operation:
@@ -367,7 +375,7 @@ def _waits(
     return any(count.number < counts[one].number for member, count in counts.items() if member not in settled)
 
 
-def _waited_for(whole: Mapping[str, _Counts], said: Mapping[Member, Fault]) -> dict[Member, str]:
+def _waited_for(whole: _Whole, said: _Said) -> dict[Member, str]:
     """Those who stand in code of their own, where another has begun a collective: no majority is needed."""
     named: dict[Member, str] = {}
     for fault in said.values():

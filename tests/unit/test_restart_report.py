@@ -9,7 +9,14 @@ from ft_wrapper.attribution import Interruption
 from ft_wrapper.protocol import Agreement
 from ft_wrapper.protocol.entering import Entered
 from ft_wrapper.protocol.records import Decision, Fault, Member, MemberRecord
-from ft_wrapper.restart.report import Promotion, RestartReport, duration, make_report, waiting_line
+from ft_wrapper.restart.report import (
+    Promotion,
+    RestartReport,
+    culprit_slots,
+    duration,
+    make_report,
+    waiting_line,
+)
 from ft_wrapper.state import State
 from ft_wrapper.testing.fake_store import FakeStore
 
@@ -42,6 +49,35 @@ def test_names_what_failed_where_who_took_over_and_how_long_it_took() -> None:
         "restart 2: rank 0 (slot 0 on host7 pid 100) died (and 1 fault in its wake); "
         "spare slot 3 took over as rank 2; 3 active + 0 spare ranks, back in 8.1 ms"
     )
+
+
+def test_a_replacement_that_takes_the_rank_of_a_lost_one_is_named() -> None:
+    """Slot 0 had come back as a spare-to-be when rank 1 in slot 2 died, and slot 5 came beside it."""
+    gone, waiting, further = Member(2, 0), Member(0, 1), Member(5, 0)
+    decision = Decision(0, 2, 0, (gone,), (), (waiting, further), (1, 2), (2,), 3, 1)
+    entered = [Entered(Member(1, 0), 0), Entered(waiting, 1), Entered(further, 2)]
+    state = State(0, 3, active_world_size=3, iteration=2)
+    report = make_report(decision, state, entered, [fault(2, Interruption.TERMINATED, "died", 1)], 0.01)
+    assert (report.culprit_slots, report.lost_slots, report.joined_slots) == ((2,), (2,), (0, 5))
+    assert (report.replacements, report.promoted) == ((Promotion(0, 1),), ())
+    assert str(report) == (
+        "restart 2: rank 1 (slot 2 on host7 pid 102) died; slot 5 joined; the replacement in slot 0 took "
+        "over as rank 1; 3 active + 0 spare ranks, back in 10.0 ms"
+    )
+
+
+def test_the_slots_of_the_likeliest_cause() -> None:
+    """A survivor's collective fails first; of ranks that hang, the one that stands alone is the cause."""
+    reset = fault(0, Interruption.EXCEPTION, "raised RuntimeError: Connection reset by peer")
+    assert culprit_slots([reset, fault(1, Interruption.TERMINATED, "died")]) == (1,)
+    hung = [fault(slot, Interruption.SOFT_TIMEOUT, "stood in all_reduce") for slot in (0, 3)]
+    assert culprit_slots([*hung, fault(2, Interruption.SOFT_TIMEOUT, "stood at a.py:7")]) == (2,)
+    assert culprit_slots([fault(slot, Interruption.TERMINATED, "died") for slot in (4, 2)]) == (2, 4)
+    asked = Fault(
+        Member(0, 0), None, Interruption.REQUESTED, "all ranks were asked to restart: ftrun restart"
+    )
+    assert culprit_slots([asked]) == culprit_slots([]) == ()
+    assert said(1, [asked], [], 2, 2, 0.01).startswith("restart 1: all ranks were asked to restart: ftrun")
 
 
 def test_of_several_exceptions_the_first_is_the_cause() -> None:
@@ -103,6 +139,8 @@ def test_no_fault_and_no_rank_are_said_so() -> None:
     [
         (Interruption.HARD_TIMEOUT, (), "hard_timeout"),
         (Interruption.TERMINATED, (3,), "terminated"),
+        (Interruption.DRAINED, (), "drained"),
+        (Interruption.REQUESTED, (), "requested"),
         (None, (3,), "join"),
         (None, (), "unknown"),
     ],
@@ -132,6 +170,8 @@ def test_a_report_goes_through_json(interruption: Interruption | None) -> None:
         lost_slots=(1, 2),
         joined_slots=(4,),
         promoted=(Promotion(5, 1),),
+        culprit_slots=(1,),
+        replacements=(Promotion(4, 0),),
         recompiled_ranks=(1,),
         active_world_size=3,
         world_size=4,

@@ -295,7 +295,10 @@ def test_restart_and_stop(tmp_path: Path) -> None:
         await_that(lambda: came_to(cluster.shared, 1, 0, 1), job)
         assert [len(job.pids(slot)) for slot in range(2)] == [1, 1]
         await_that(lambda: "restart 1: " in job.said, job)
-        assert f"ftrun restart on {socket.gethostname()}: new switch; no spare" in job.said
+        (event,) = job.events("restarted")
+        assert (event["kind"], event["culprits"]) == ("requested", [])
+        asked = f"all ranks were asked to restart: ftrun restart on {socket.gethostname()}: new switch"
+        assert f"restart 1: {asked}; no spare" in job.said
         assert ftrun("stop", endpoint_of(job), "--why", "wrong data").returncode == 0
         assert job.end() == 0, job.said
         assert "the job was ended: ftrun stop on" in job.said and "wrong data" in job.said

@@ -78,6 +78,8 @@ def test_each_rank_is_told_once_before_it_enters_the_function(job: Job) -> None:
         "world_size": 4,
         "step": None,
         "excluded": "",
+        "culprit_slots": [1],
+        "replacements": [],
     }
     [line] = lines(job, "restart 1: ")
     assert line.endswith(job[0].said("report")[0]["line"])
