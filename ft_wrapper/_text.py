@@ -1,6 +1,7 @@
 """Text for people: numbers with their unit; without passwords; cut to fit."""
 
 import re
+from collections.abc import Sequence
 
 #: Bytes of a user's text, at most: in one value of the store, and in one log line.
 IN_STORE, IN_LINE = 16 << 10, 2 << 10
@@ -72,3 +73,16 @@ def place(slot: int, rank: int | None, host: str, pid: int = 0) -> str:
 def plural(count: int, noun: str) -> str:
     """A noun, in the plural unless there is one."""
     return noun if count == 1 else noun + "s"
+
+
+def table(rows: Sequence[Sequence[object]], indent: str = "") -> list[str]:
+    """Lines of a table whose columns are aligned; the first row is its head. A dash is nothing.
+
+    Args:
+        rows: the cells of each.
+        indent: what each line begins with.
+    """
+    texts = [["-" if cell in (None, "") else str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    padded = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in texts)
+    return [f"{indent}{'  '.join(cells)}".rstrip() for cells in padded]

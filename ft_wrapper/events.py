@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from ._files import check_own_file, owners_only
@@ -21,14 +22,7 @@ log = logging.getLogger(__name__)
 
 ENV = "FT_WRAPPER_EVENTS"
 
-# Fields that readers take for what they are, and without which a record, or one of an event, says nothing.
-_TEXTS = ("event", "job", "host", "boot", "nonce", "kind", "message", "line", "after")
-_TIMES = ("monotonic", "time", "started", "began", "since")
-_NUMBERS = (*_TIMES, "pid", "child", "slot", "incarnation", "iteration", "call", "step", "committed")
-_MOST = 6e10  # a time of day beyond that is in no year that a date can have
-_NEEDED = {"event", "host", "pid", "monotonic"}
-_OF_RANKS = {"register": {"slot", "incarnation"}, "decided": {"iteration"}, "fault": {"slot"}}
-_NEEDED_BY = {**_OF_RANKS, "rank_started": {"child"}, "rank_ended": {"child"}, "restarted": {"line"}}
+Record = dict[str, Any]
 
 
 def are_enabled() -> bool:
@@ -97,40 +91,41 @@ def _report(path: str, trouble: str) -> None:
     log.warning("%s=%s: events are lost, and the job goes on: %s", ENV, path, trouble)
 
 
-def load(path: str) -> list[dict[str, Any]]:
-    """Reads an events file, in the order of writing.
-
-    A crash or a full disk may have cut a line short. Such lines are left out, with a warning, and so are
-    those that no process of ours has written. A field that is None is left out, too.
+def load(path: str) -> list[Record]:
+    """Reads an events file, in the order of writing. Lines that are no record are left out, with a warning.
 
     Args:
         path: the file.
 
     Raises:
-        ValueError: no line is the record of an event; the message names file and line.
+        ValueError: no line is a record; the message names file and line.
     """
-    records, damaged = [], []
-    with open(path, encoding="utf-8", errors="replace") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                records.append(_checked(json.loads(line)))
-            except (ValueError, TypeError, AttributeError, RecursionError):  # the last for what is too deep
-                damaged.append(number)
+    found = list(read_lines(path))
+    records = [one for one in found if isinstance(one, dict)]
+    damaged = [one for one in found if isinstance(one, ValueError)]
     if damaged and not records:
-        raise ValueError(f"{path}:{damaged[0]} is not a JSON record of an event, and no other line is")
+        raise damaged[0]
     if damaged:
-        log.warning("%s: %d damaged lines are left out, the first is line %d", path, len(damaged), damaged[0])
+        log.warning("%d damaged lines are left out, the first is %s", len(damaged), damaged[0])
     return records
 
 
-def _checked(found: Any) -> dict[str, Any]:
-    """A record whose readers need not look what its fields are; raises an error if it is none."""
-    record = {name: value for name, value in found.items() if value is not None}
-    "".join(record.get(name, "") for name in _TEXTS).encode()
-    needed = _NEEDED | _NEEDED_BY.get(record.get("event", ""), set())
-    if not (needed <= record.keys() and all(abs(record.get(name, 0)) < _MOST for name in _NUMBERS)):
-        raise ValueError("a field is missing, or is no number")
-    return record
+def read_lines(path: str) -> Iterator[Record | ValueError]:
+    """Each line of an events file: its record, or why it has none. A field that is None is left out.
+
+    A crash or a full disk may have cut a line short, and a file may have lines that no process of ours wrote.
+
+    Args:
+        path: the file.
+    """
+    with open(path, encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                found = {name: value for name, value in json.loads(line).items() if value is not None}
+                found["event"].encode()
+                yield found
+            except (ValueError, AttributeError, KeyError, RecursionError):  # the last for what is too deep
+                yield ValueError(f"{path}:{number}: no JSON record of an event")
 
 
 __getattr__ = of_module(__name__, globals(), {"read": "load"})

@@ -4,58 +4,24 @@
 its own clock, and those of the slowest host are shown.
 """
 
-import collections
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 
-from .._text import duration, plural
+from .._text import cut, duration, plural
+from .._text import table as table
+from ..events import Record
 from .goodput import BUCKETS, Goodput, make_goodput
-from .jobs import Record, by_job
-from .rows import by_host
+from .reading import by_job
+from .restarts import PHASES as PHASES
+from .restarts import Incident, find_incidents
+from .restarts import Restart as Restart
+from .timeline import Timeline
 
-#: The phases of a restart, from the first fault on, one after the other.
-PHASES = {
-    "told": "until all ranks of the host know that the iteration has ended",
-    "abort": "until their process groups are aborted",
-    "leave": "until they are out of the function",
-    "arrive": "until they have said so, clean and healthy",
-    "decide": "until they know who goes on, and as which rank",
-    "enter": "until they are in the function again, and those that join are too",
-}
-
-# The event that ends each phase; the last two belong to the next iteration.
-_ENDED_BY = ("end", "abort", "left", "arrive", "decided", "enter")
-_OF_THE_NEXT = ("decided", "enter")
-# What happens to the first process that enters an iteration.
-_BEGINS = ("decide", "decided", "enter")
-_NAMED = 4  # causes or hosts in a line; more of them are counted
-
-
-@dataclasses.dataclass(frozen=True)
-class Restart:
-    """One restart.
-
-    Args:
-        iteration: the iteration that failed.
-        next_iteration: the one in which all ranks were in the function again.
-        causes: what was published, in the order of each host's clock: ``slot 1: EXCEPTION``.
-        phases: seconds by name, see `PHASES`; of the host that took longest.
-        seconds: their sum: from the first fault until the last rank was back.
-    """
-
-    iteration: int
-    next_iteration: int
-    causes: tuple[str, ...]
-    phases: dict[str, float]
-    seconds: float
-
-    @property
-    def cause(self) -> str:
-        """The causes in words; of many, the first ones and how many there are."""
-        rest = len(self.causes) - _NAMED
-        named = self.causes[:_NAMED]
-        return ", ".join([*named, f"and {rest} more"] if rest > 0 else named) or "unknown"
+NO_EVENTS = "there are no events: was FT_WRAPPER_EVENTS set for all ranks?"
+NO_STEPS = "the function told no steps, see call_wrapper.step(n)"
+_NAMED = 4  # hosts in a line; more of them are counted
+_CAUSE = 120  # bytes of a cause in the table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,17 +30,31 @@ class Report:
 
     Args:
         job: its ``--rdzv-id``, or a name that it was given.
-        hosts: where its events were written.
+        timeline: what each seat did when.
         time: what its time went to.
-        started_again: how many processes an agent started in place of others.
-        restarts: one after the other.
+        incidents: what ended its iterations.
     """
 
     job: str
-    hosts: tuple[str, ...]
+    timeline: Timeline
     time: Goodput
-    started_again: int
-    restarts: tuple[Restart, ...]
+    incidents: tuple[Incident, ...]
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Where its events were written."""
+        return tuple(self.timeline.hosts)
+
+    @property
+    def restarts(self) -> tuple[Restart, ...]:
+        """One after the other."""
+        return tuple(one.restart for one in self.incidents if one.restart is not None)
+
+    @property
+    def started_again(self) -> int:
+        """How many processes an agent started in place of others."""
+        started = (one for records in self.timeline.hosts.values() for one in records)
+        return sum(one["event"] == "rank_started" and one.get("incarnation", 0) > 0 for one in started)
 
     @property
     def seconds(self) -> float:
@@ -87,27 +67,26 @@ class Report:
         return self.time.goodput
 
     def to_json(self) -> str:
-        """All of it but the rows, as one JSON object."""
+        """All of it but what each rank did, as one JSON object."""
         time = self.time
         fields = {
-            **vars(self),
-            "restarts": [dataclasses.asdict(restart) for restart in self.restarts],
+            "job": self.job,
+            "hosts": self.hosts,
             "time": dict(sorted(time.buckets.items(), key=lambda bucket: -bucket[1])),
-            "seconds": time.seconds,
-            "seat_seconds": time.seat_seconds,
-            "steps": time.steps,
-            "steps_again": time.steps_again,
+            "started_again": self.started_again,
+            "restarts": [dataclasses.asdict(restart) for restart in self.restarts],
+            **{name: getattr(time, name) for name in ("seconds", "seat_seconds", "steps", "steps_again")},
             "goodput": time.goodput,
         }
         return json.dumps(fields)
 
     def to_text(self) -> str:
         """Tables of the restarts and of the time, and a line below each; phases of restarts in ms."""
-        rows = [("iteration", "cause", *PHASES, "in all")] if self.restarts else []
-        for restart in self.restarts:
-            times = [f"{1e3 * restart.phases[phase]:.1f}" for phase in PHASES]
-            which = f"{restart.iteration} -> {restart.next_iteration}"
-            rows.append((which, restart.cause, *times, duration(restart.seconds)))
+        rows = [("iteration", *PHASES, "in all", "cause")] if self.restarts else []
+        for one in self.restarts:
+            times = [f"{1e3 * one.phases[phase]:.1f}" for phase in PHASES]
+            which = f"{one.iteration} -> {one.next_iteration}"
+            rows.append((which, *times, duration(one.seconds), cut(one.cause, _CAUSE)))
         again = f", {self.started_again} processes started again" if self.started_again else ""
         count = len(self.restarts)
         hosts = ", ".join(self.hosts) if len(self.hosts) <= _NAMED else f"{len(self.hosts)} hosts"
@@ -121,58 +100,13 @@ class Report:
         rows = [("time of all ranks", "share", "went to", "which is")]
         for name, seconds in time.buckets.items():
             rows.append((duration(seconds), f"{100 * time.share(name):.1f} %", name, BUCKETS[name]))
-        in_all = f"{duration(time.seat_seconds)} of {seats} {plural(seats, 'rank')}"
+        line = f"{duration(time.seat_seconds)} of {seats} {plural(seats, 'rank')}; "
         if time.goodput is None:
-            line = (
-                f"{in_all}; how much of it was useful is not known: the function told no steps, see "
-                "call_wrapper.step(n)"
-            )
-        else:
-            has_spares = "idle_spare" in time.buckets
-            spares = f" ({100 * time.without_spares:.1f} % without spares)" if has_spares else ""
-            line = (
-                f"{in_all}; goodput {100 * time.goodput:.1f} %{spares}: {time.steps} "
-                f"{plural(time.steps, 'step')} done, {time.steps_again} done again"
-            )
-        return [*table(rows), line]
-
-
-def table(rows: Sequence[Sequence[object]], indent: str = "") -> list[str]:
-    """Lines of a table whose columns stand below each other; the first row is its head. A dash is nothing."""
-    texts = [["-" if cell in (None, "") else str(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
-    padded = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in texts)
-    return [f"{indent}{'  '.join(cells)}".rstrip() for cells in padded]
-
-
-@dataclasses.dataclass
-class _Iteration:
-    """One iteration as one host saw it.
-
-    Args:
-        number: its number. Another call may have the same numbers.
-        moments: for each event, when it happened and to which process.
-        faults: what was published here.
-        line: what the log says of the restart that led to it; empty if another host has that.
-    """
-
-    number: int
-    moments: dict[str, list[tuple[float, int]]] = dataclasses.field(default_factory=dict)
-    faults: list[str] = dataclasses.field(default_factory=list)
-    line: str = ""
-
-    def first(self, *kinds: str) -> float | None:
-        """When the first of these events happened."""
-        return min((moment for kind in kinds for moment, _ in self.moments.get(kind, ())), default=None)
-
-    def last(self, kind: str, pids: set[int] | None = None) -> float | None:
-        """When an event last happened, to any process or to these."""
-        found = (moment for moment, pid in self.moments.get(kind, ()) if pids is None or pid in pids)
-        return max(found, default=None)
-
-    def pids(self, kind: str) -> set[int]:
-        """The processes to which an event happened."""
-        return {pid for _, pid in self.moments.get(kind, ())}
+            return [*table(rows), f"{line}how much of it was useful is not known: {NO_STEPS}"]
+        has_spares = "idle_spare" in time.buckets
+        spares = f" ({100 * time.without_spares:.1f} % without spares)" if has_spares else ""
+        steps = f"{time.steps} {plural(time.steps, 'step')} done, {time.steps_again} done again"
+        return [*table(rows), f"{line}goodput {100 * time.goodput:.1f} %{spares}: {steps}"]
 
 
 def make_reports(records: Iterable[Record]) -> list[Report]:
@@ -184,86 +118,10 @@ def make_reports(records: Iterable[Record]) -> list[Report]:
     Raises:
         ValueError: there are none.
     """
-    jobs = by_job(records)
-    if not jobs:
-        raise ValueError("there are no events: was FT_WRAPPER_EVENTS set for all ranks?")
-    return [make_report(job, found) for job, found in jobs]
-
-
-def make_report(job: str, records: Sequence[Record]) -> Report:
-    """Makes the report of one job.
-
-    Args:
-        job: its name.
-        records: its events (see `jobs.by_job`), of all hosts, in any order.
-    """
-    hosts = by_host(records)
-    restarts: dict[tuple[int, int], list[tuple[Restart, str]]] = {}
-    for found in hosts.values():
-        times: collections.Counter[int] = collections.Counter()
-        for restart, line in _restarts(_iterations(found)):
-            # Where each call has its own store, the next call has the same numbers.
-            times[restart.iteration] += 1
-            seen = restarts.setdefault((restart.iteration, times[restart.iteration]), [])
-            seen.append((restart, line))
-    started = (record for record in records if record["event"] == "rank_started")
-    return Report(
-        job,
-        tuple(hosts),
-        make_goodput(records),
-        sum(record.get("incarnation", 0) > 0 for record in started),
-        tuple(map(_slowest, restarts.values())),
-    )
-
-
-def _iterations(records: Sequence[Record]) -> list[_Iteration]:
-    """Sorts one host's records into iterations, in the order of these."""
-    found: list[_Iteration] = []
-    of_call: dict[int, _Iteration] = {}
-    for record in records:
-        number = record.get("iteration")
-        if not isinstance(number, int) or number < 0:
-            continue
-        kind = str(record["event"])
-        was_done = bool(found) and "done" in found[-1].moments
-        if was_done and (kind == "enter" or (kind in _BEGINS and number != found[-1].number)):
-            of_call = {}  # of the next call, whose numbers may begin again
-        iteration = of_call.get(number)
-        if iteration is None:
-            iteration = of_call[number] = _Iteration(number)
-            found.append(iteration)
-        iteration.moments.setdefault(kind, []).append((float(record["monotonic"]), int(record["pid"])))
-        if kind == "fault":
-            iteration.faults.append(f"slot {record.get('slot')}: {record.get('kind')}")
-        elif kind == "restarted":
-            iteration.line = str(record["line"])
-    return found
-
-
-def _restarts(iterations: Sequence[_Iteration]) -> Iterator[tuple[Restart, str]]:
-    """The restarts that one host saw to their end, and what the log says of each."""
-    for place, failed in enumerate(iterations):
-        begin = failed.first("fault", "end")
-        if begin is None or "enter" not in failed.moments:
-            continue  # nothing failed, or it is part of the restart before
-        back = next((later for later in iterations[place + 1 :] if "enter" in later.moments), None)
-        if back is None:
-            continue
-        survivors = back.pids("decided")
-        phases, moment = {}, begin
-        for phase, event in zip(PHASES, _ENDED_BY, strict=True):
-            where, who = (back, None) if event in _OF_THE_NEXT else (failed, survivors)
-            end = max(moment, where.last(event, who) or moment)
-            phases[phase], moment = end - moment, end
-        restart = Restart(failed.number, back.number, tuple(failed.faults), phases, moment - begin)
-        yield restart, back.line
-
-
-def _slowest(seen: Sequence[tuple[Restart, str]]) -> Restart:
-    """One restart, as several hosts have seen it."""
-    slowest = max((restart for restart, _ in seen), key=lambda restart: restart.seconds)
-    causes = dict.fromkeys(cause for restart, _ in seen for cause in restart.causes)
-    if not causes:  # there is no fault in the events of a lost host, nor where a process has joined
-        said = (line.partition(": ")[2].partition("; ")[0] for _, line in seen)
-        causes = dict.fromkeys(filter(None, said))
-    return dataclasses.replace(slowest, causes=tuple(causes))
+    reports = []
+    for job, own in by_job(records):
+        timeline = Timeline.read(own)
+        reports.append(Report(job, timeline, make_goodput(timeline), find_incidents(timeline)))
+    if not reports:
+        raise ValueError(NO_EVENTS)
+    return reports

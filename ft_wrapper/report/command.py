@@ -7,11 +7,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import BinaryIO
 
-from .. import events
-from . import PHASES, make_report
-from .html import make_page
-from .jobs import by_job
-from .timeline import make_timeline
+from .._text import plural
+from . import PHASES, make_reports
+from .reading import read_files
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,17 +24,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         with _page(args.html) if args.html is not None else contextlib.nullcontext() as page:
-            jobs = by_job(record for path in args.events for record in events.load(path))
-            if not jobs:
-                raise ValueError("there are no events: was FT_WRAPPER_EVENTS set for all ranks?")
-            reports = [make_report(job, found) for job, found in jobs]
+            records, left_out = read_files(args.events)
+            if left_out:
+                count = f"{len(left_out)} {plural(len(left_out), 'record')} left out"
+                print(f"ftrun report: {count}, the first at {left_out[0]}", file=sys.stderr)
+            reports = make_reports(records)
             if page is not None:
-                pairs = zip(jobs, reports, strict=True)
-                drawn = [(report, make_timeline(records, report.time)) for (_, records), report in pairs]
-                page.write(make_page(drawn).encode())
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        what = f"a record lacks {error}" if isinstance(error, KeyError) else str(error)
-        print(f"ftrun report: error: {what}", file=sys.stderr)
+                from .page import make_page  # needs Jinja2
+
+                page.write(make_page(reports).encode(errors="replace"))
+    except (OSError, ValueError, ImportError) as error:
+        print(f"ftrun report: error: {error}", file=sys.stderr)
         return 2
     for report in reports:
         if args.json:

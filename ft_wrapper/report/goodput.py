@@ -9,8 +9,8 @@ import collections
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
-from .rows import Record, Row, Span, iteration_name, make_rows
 from .steps import Part, Steps, Told, read_steps
+from .timeline import Row, Span, Timeline
 
 #: What time goes to, and what counts for it.
 BUCKETS = {
@@ -71,20 +71,19 @@ class Goodput:
         return self.buckets.get(bucket, 0.0) / self.seat_seconds if self.seat_seconds else 0.0
 
 
-def make_goodput(records: Iterable[Record]) -> Goodput:
+def make_goodput(timeline: Timeline) -> Goodput:
     """Works out what the time of a job went to.
 
     Args:
-        records: the events of one job (see `jobs.by_job`), of all hosts, in any order.
+        timeline: of the job.
     """
-    records = list(records)
-    rows = make_rows(records)
-    steps = read_steps(records, rows)
-    faults = _Faults(records)
+    steps, faults = read_steps(timeline), _Faults(timeline)
     buckets: dict[str, float] = collections.defaultdict(float)
-    for row in rows:
-        row.spans = _joined(part for span in row.spans for part in _taken_apart(row, span, steps, faults))
-        for span in row.spans:
+    rows = []
+    for row in timeline.rows:
+        parts = (part for span in row.spans for part in _taken_apart(row, span, steps, faults))
+        rows.append(dataclasses.replace(row, spans=_joined(parts)))
+        for span in rows[-1].spans:
             buckets[span.kind] += span.end - span.begin
     return Goodput(
         seconds=max((row.end - row.begin for row in rows), default=0.0),
@@ -109,27 +108,26 @@ def _joined(spans: Iterable[Span]) -> list[Span]:
 class _Faults:
     """When each iteration's fault was noticed, and since when it had made no progress."""
 
-    def __init__(self, records: Iterable[Record]) -> None:
-        self._noticed: dict[tuple[str, str], float] = {}  # by host and iteration
+    def __init__(self, timeline: Timeline) -> None:
+        # Of each host and iteration, and of all hosts: how long that took to be noticed.
+        self._noticed: dict[tuple[str, str], float] = {}
         self._still: dict[tuple[str, str], float] = {}
-        self._longest: dict[str, float] = {}  # of all hosts
-        for record in records:
-            if record["event"] != "fault" or not record.get("ends", True):
-                continue  # of a spare: nothing ended by it
-            n, moment = iteration_name(record), float(record["monotonic"])
-            key = str(record["host"]), n
-            self._noticed[key] = min(moment, self._noticed.get(key, moment))
-            since = float(record.get("since", moment))
-            if since < moment:
-                self._still[key] = min(since, self._still.get(key, since))
-                self._longest[n] = max(moment - since, self._longest.get(n, 0.0))
+        self._longest: dict[str, float] = collections.defaultdict(float)
+        for n, iteration in timeline.iterations.items():
+            for record in iteration.ending():
+                key, moment = (record["host"], n), float(record["monotonic"])
+                since = min(float(record.get("since", moment)), moment)
+                self._noticed[key] = min(moment, self._noticed.get(key, moment))
+                self._longest[n] = max(moment - since, self._longest[n])
+                if since < moment:
+                    self._still[key] = min(since, self._still.get(key, since))
 
     def of(self, host: str, span: Span) -> tuple[float, float]:
         """Until when a function ran, and until when it made progress, as far as is known on its host."""
         key = host, span.iteration
         noticed = min(max(self._noticed.get(key, span.end), span.begin), span.end)
         # Its host may not have had the fault itself; how long that took to be noticed goes for all hosts.
-        still = self._still.get(key, noticed - self._longest.get(span.iteration, 0.0))
+        still = self._still.get(key, noticed - self._longest[span.iteration])
         return noticed, min(max(still, span.begin), noticed)
 
 

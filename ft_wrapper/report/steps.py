@@ -1,14 +1,14 @@
 """Which steps of a job were new and which were done again, from what its ranks have told."""
 
 import bisect
-import collections
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 
-from .rows import Record, Row, iteration_name
+from .timeline import Iteration, Timeline, nonce_of
 
 Key = tuple[str, int]  # an iteration; and how often its function had gone back
+Process = tuple[str, int, int]  # a host, a slot, an incarnation
 
 
 @dataclasses.dataclass
@@ -78,7 +78,7 @@ class Steps:
         calls: the wrapped call of each iteration.
     """
 
-    told: dict[tuple[str, int, int], dict[str, list[Told]]]
+    told: dict[Process, dict[str, list[Told]]]
     parts: dict[Key, Part]
     calls: dict[str, str]
 
@@ -101,32 +101,32 @@ class Steps:
         return call in self.telling
 
 
-def read_steps(records: Sequence[Record], rows: Sequence[Row]) -> Steps:
+def read_steps(timeline: Timeline) -> Steps:
     """Reads what the ranks have told.
 
     Args:
-        records: of one job, in any order.
-        rows: of it.
+        timeline: of a job.
     """
+    rows = timeline.rows
     names = {
         (row.host, life.pid): (row.host, row.slot, life.incarnation) for row in rows for life in row.lives
     }
-    points: dict[tuple[str, int, int], dict[str, list[tuple[float, int]]]] = {}
-    returned: set[tuple[tuple[str, int, int], str]] = set()
-    for record in records:
-        who = (str(record["host"]), int(record.get("slot", -1)), int(record.get("incarnation", 0)))
-        who = names.get((who[0], int(record["pid"])), who)
-        n = iteration_name(record)
-        if record["event"] in ("returned", "done"):
-            returned.add((who, n))
-        if "step" in record and "began" in record:
-            points.setdefault(who, {}).setdefault(n, []).append((float(record["began"]), int(record["step"])))
+    points: dict[Process, dict[str, list[tuple[float, int]]]] = {}
+    returned: set[tuple[Process, str]] = set()
+    for host, records in timeline.hosts.items():
+        for record in records:
+            unknown = host, record.get("slot", -1), record.get("incarnation", 0)
+            who, n = names.get((host, record["pid"]), unknown), nonce_of(record)
+            if record["event"] in ("returned", "done"):
+                returned.add((who, n))
+            if "step" in record and "began" in record:
+                points.setdefault(who, {}).setdefault(n, []).append((record["began"], record["step"]))
     told = {
         who: {n: _in_order(found, (who, n) in returned) for n, found in iterations.items()}
         for who, iterations in points.items()
     }
-    order, calls = _iterations(records)
-    return Steps(told, _parts(told, order, calls, records), calls)
+    calls = _calls(timeline.iterations)
+    return Steps(told, _parts(told, timeline.iterations, calls), calls)
 
 
 def _in_order(points: Iterable[tuple[float, int]], has_returned: bool) -> list[Told]:
@@ -140,52 +140,33 @@ def _in_order(points: Iterable[tuple[float, int]], has_returned: bool) -> list[T
     return found
 
 
-def _iterations(records: Iterable[Record]) -> tuple[list[str], dict[str, str]]:
-    """The iterations in their order, and the wrapped call of each."""
-    seen: dict[str, tuple[float, int]] = {}
-    calls: dict[str, str] = {}
-    after: dict[str, str] = {}
-    for record in records:
-        if not isinstance(record.get("iteration"), int) or record["iteration"] < 0:
-            continue
-        if record["event"] not in ("decided", "enter", "spare", "step"):
-            continue
-        n = iteration_name(record)
-        moment = float(record["time"] if "time" in record else record["monotonic"])
-        seen[n] = min(seen.get(n, (moment, 0)), (moment, record["iteration"]))
-        if "after" in record:
-            after[n] = str(record["after"])
-        calls[n] = str(record.get("call", 0))
-    for n in calls:  # where each call has a store of its own, all of them have the number 0
-        root = n
-        while root in after and after[root] in calls:
-            root = after[root]
-        calls[n] = f"{root}/{calls[n].rpartition('/')[2]}"
-    return sorted(seen, key=lambda n: seen[n]), calls
+def _calls(iterations: Mapping[str, Iteration]) -> dict[str, str]:
+    """The wrapped call of each iteration, with its first iteration: each call may have a store of its own."""
+    calls = {}
+    for name, one in iterations.items():
+        root = one
+        while root.after in iterations and iterations[root.after].began is not None:
+            root = iterations[root.after]
+        if one.began is not None:
+            calls[name] = f"{root.name}/{one.call}"
+    return calls
 
 
 def _parts(
-    told: dict[tuple[str, int, int], dict[str, list[Told]]],
-    order: Sequence[str],
-    calls: dict[str, str],
-    records: Iterable[Record],
+    told: Mapping[Process, Mapping[str, list[Told]]],
+    iterations: Mapping[str, Iteration],
+    calls: Mapping[str, str],
 ) -> dict[Key, Part]:
-    committed: dict[str, int] = collections.defaultdict(int)
-    complete: set[str] = set()
-    for record in records:
-        n = iteration_name(record)
-        committed[n] = max(committed[n], int(record.get("committed", 0)))
-        if record["event"] == "done":
-            complete.add(calls.get(n, ""))
+    complete = {calls.get(one.name, "") for one in iterations.values() if one.of("done")}
     parts: dict[Key, Part] = {}
     call, begun = "", None
     newest: tuple[Part, int] | None = None  # and the last step that has begun there
-    for n in order:
+    for n in calls:
         if calls[n] != call:
             if call in complete:
                 begun, newest = None, None  # else the job went on there with what had not come to its end
             call = calls[n]
-        ranks = [iterations[n] for iterations in told.values() if n in iterations]
+        ranks = [own[n] for own in told.values() if n in own]
         for place in range(max(map(len, ranks), default=0)):
             here = [rank[place] for rank in ranks if place < len(rank)]
             first, last = min(each.first for each in here), max(each.last for each in here)
@@ -194,6 +175,8 @@ def _parts(
                 begun = max(begun or 0, first)
             is_last = place == max(map(len, ranks)) - 1
             done = max(each.last + each.has_returned for each in here)
-            parts[n, place] = part = Part(begun, first, max(done, committed[n] if is_last else 0, first))
+            parts[n, place] = part = Part(
+                begun, first, max(done, iterations[n].committed if is_last else 0, first)
+            )
             newest, begun = (part, last), max(begun or 0, part.done)
     return parts

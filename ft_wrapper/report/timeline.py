@@ -1,361 +1,371 @@
-"""A job as people look at it: what each rank did when, on one clock. Rows, bands and marks; no drawing.
+"""The timeline of a job: what each seat did when, and which iterations there were; the model of all reports.
 
-The spans are those that `goodput` has. Beyond `MOST_ROWS` ranks a row is a node, or several, and has the
-share of its ranks in each state. Nodes in which something happened keep a row of their own.
+A seat is a slot on a host, and its times are by that host's clock: clocks of hosts are not compared.
 """
 
 import collections
 import dataclasses
-import itertools
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from .._text import plural
-from .goodput import Goodput
-from .incidents import Incident, Seat, find_incidents, natural
-from .rows import Record, Row, iteration_name
+from ..events import Record
 
-MOST_ROWS = 64
-"""So many rows can be looked at."""
+Seat = tuple[str, int]  # a host, and a slot on it
 
-_COLUMNS = 500  # into which the time of a folded row is cut
-_MOST_SPANS = 400  # of one rank that are shown as they are
-_LEAST = 1 / 256  # a smaller share is not seen
-
-
-@dataclasses.dataclass(frozen=True)
-class Activity:
-    """What a rank does, as the pictures tell it: some buckets of `goodput` that belong together.
-
-    Args:
-        name: a word for programs.
-        title: what it is called.
-        buckets: see `goodput.BUCKETS`.
-    """
-
-    name: str
-    title: str
-    buckets: tuple[str, ...]
-
-
-_RESTART = ("told", "abort", "leave", "arrive", "decide", "enter")
-STATES = (
-    Activity("new", "new steps", ("useful_steps",)),
-    Activity("untold", "training, steps unknown", ("steps_unknown",)),
-    Activity("again", "steps done again, or cut short", ("wasted_progress",)),
-    Activity("start", "starting and loading", ("initialization", "training_prep")),
-    Activity("hang", "hanging, not noticed yet", ("detection",)),
-    Activity("restart", "restarting", tuple(f"recovery_{phase}" for phase in _RESTART)),
-    Activity("waiting", "waiting for ranks or nodes", ("waiting",)),
-    Activity("spare", "idle spare", ("idle_spare",)),
-    Activity("gone", "gone", ("gone",)),
-    Activity("over", "after the call, or between two", ("after_end", "other")),
-)
-STATE_OF = {bucket: state for state in STATES for bucket in state.buckets}
-_IN_FUNCTION = ("useful_steps", "steps_unknown", "wasted_progress", "training_prep", "detection")
+#: What a process does from an event on, until the next one; see `goodput.BUCKETS`.
+_FROM = {
+    "register": "waiting",
+    "enter": "function",
+    "spare": "idle_spare",
+    "end": "recovery_abort",
+    "abort": "recovery_leave",
+    "left": "recovery_arrive",
+    "arrive": "recovery_decide",
+    "decided": "recovery_enter",
+    "returned": "waiting",
+    "done": "after_end",
+}
+_DEADLY = ("TERMINATED", "HARD_TIMEOUT")
+_SAME_START = 1.0  # seconds by which two readings of when a process began may differ
 
 
 @dataclasses.dataclass(frozen=True)
-class Segment:
-    """What a row did for a while.
+class Span:
+    """What a seat did for a while.
 
     Args:
-        begin: seconds since the begin of the job.
+        begin: in seconds of the host's monotonic clock.
         end: likewise.
-        shares: of the row's ranks, by the name of the state; those that are missing had no seat then.
+        kind: see `goodput.BUCKETS`; ``function`` as long as it is not taken apart.
+        iteration: its nonce; empty outside of iterations.
     """
 
     begin: float
     end: float
-    shares: dict[str, float]
+    kind: str
+    iteration: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
-class Line:
-    """A row of the picture.
+@dataclasses.dataclass
+class Life:
+    """One process in a seat.
 
     Args:
-        name: the rank, the node, or the first and the last one of several.
-        seats: who is in it: host and slot of each.
-        hosts: how many nodes that are.
-        segments: one after the other.
+        pid: which one.
+        slot: the seat.
+        incarnation: which process in a row.
+        born: when it was started.
+        died: when it ended; None if that is not known.
+        events: its own, in order.
+    """
+
+    pid: int
+    slot: int
+    incarnation: int
+    born: float
+    died: float | None = None
+    events: list[Record] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class Row:
+    """A seat.
+
+    Args:
+        host: where.
+        slot: which one there.
+        begin: from when on,
+        end: until when it counts.
+        spans: one after the other, without gaps.
+        lives: its processes.
+    """
+
+    host: str
+    slot: int
+    begin: float
+    end: float
+    spans: list[Span] = dataclasses.field(default_factory=list)
+    lives: list[Life] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class Iteration:
+    """One iteration.
+
+    Args:
+        name: its nonce; its number, in files of older versions.
+        number: its number. That of another call may be the same.
+        events: what happened in it, by host and kind of event; in order.
+        first: its first event, by host, on the host's clock.
+        began: when the first rank entered, by the time of day; with its number. None if no rank did.
+        call: number of its wrapped call.
+        after: the name of the iteration before; empty for the first one of a call.
+        committed: the steps below this one were committed in it.
+        members: the seats of its ranks.
     """
 
     name: str
-    seats: frozenset[Seat]
-    hosts: int
-    segments: tuple[Segment, ...]
-
-    @property
-    def size(self) -> str:
-        """How many ranks it has, and of how many nodes, in words; empty if it is one rank."""
-        ranks = f"{len(self.seats)} {plural(len(self.seats), 'rank')}"
-        return "" if len(self.seats) == 1 else ranks if self.hosts == 1 else f"{self.hosts} nodes, {ranks}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Band:
-    """An iteration, while any rank was in the function.
-
-    Args:
-        number: its number.
-        begin: seconds since the begin of the job.
-        end: likewise.
-    """
-
     number: int
-    begin: float
-    end: float
+    events: dict[str, dict[str, list[Record]]] = dataclasses.field(default_factory=dict)
+    first: dict[str, float] = dataclasses.field(default_factory=dict)
+    began: tuple[float, int] | None = None
+    call: int = 0
+    after: str = ""
+    committed: int = 0
+    members: set[Seat] = dataclasses.field(default_factory=set)
 
+    def add(self, host: str, record: Record) -> None:
+        """Adds an event that happened in it."""
+        self.first.setdefault(host, _at(record))
+        self.events.setdefault(host, {}).setdefault(record["event"], []).append(record)
+        self.committed = max(self.committed, record.get("committed", 0))
+        if record["event"] in ("decided", "enter", "spare", "step"):
+            moment = record.get("time") or record["monotonic"], self.number
+            self.began = min(self.began or moment, moment)
+            self.call = record.get("call", 0)
+            self.after = record.get("after", self.after)
+        if record["event"] in ("decided", "enter", "spare"):
+            self.members.add((host, record.get("slot", -1)))
 
-@dataclasses.dataclass(frozen=True)
-class Mark:
-    """An incident in a row.
+    def of(self, *events: str) -> list[Record]:
+        """Its events of some kinds."""
+        return [record for host in self.events for record in self.on(host, *events)]
 
-    Args:
-        incident: which one.
-        line: the row, by its place.
-        seats: the ranks of that row that caused it.
-    """
+    def on(self, host: str, *events: str) -> list[Record]:
+        """Its events of some kinds on a host."""
+        return [record for event in events for record in self.events.get(host, {}).get(event, ())]
 
-    incident: Incident
-    line: int
-    seats: tuple[Seat, ...]
+    def ending(self) -> list[Record]:
+        """The faults that ended it; not those of spares."""
+        return [fault for fault in self.of("fault") if fault.get("ends", True)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """A job as a picture shows it.
+    """What is known of a job.
 
     Args:
-        began: when it began, in seconds since the epoch; None if the events do not say so.
-        seconds: how long it took.
-        ranks: how many seats there were.
-        lines: its rows.
-        bands: its iterations.
-        incidents: what ended them.
-        marks: where.
+        hosts: the events of each host, in order.
+        rows: what each seat did.
+        iterations: by name, in their order.
+        clocks: what each host's clock showed when the job began.
     """
 
-    began: float | None
-    seconds: float
-    ranks: int
-    lines: tuple[Line, ...]
-    bands: tuple[Band, ...]
-    incidents: tuple[Incident, ...]
-    marks: tuple[Mark, ...]
+    hosts: dict[str, list[Record]]
+    rows: tuple[Row, ...]
+    iterations: dict[str, Iteration]
+    clocks: dict[str, float]
+
+    @classmethod
+    def read(cls, records: Iterable[Record]) -> "Timeline":
+        """Reads the events of one job.
+
+        Args:
+            records: see `reading.by_job`; of all hosts, in any order.
+        """
+        hosts = _by_host(records)
+        rows = tuple(_rows(hosts))
+        iterations = _iterations(hosts)
+        return cls(hosts, rows, iterations, _clocks(hosts, rows, iterations))
 
     @property
-    def is_folded(self) -> bool:
-        """Whether a row is more than one rank."""
-        return len(self.lines) < self.ranks
+    def began(self) -> float | None:
+        """When the job began, in seconds since the epoch; None if the events do not say so."""
+        for host, records in self.hosts.items():
+            for record in records:
+                if "time" in record:
+                    return float(record["time"] - record["monotonic"] + self.clocks[host])
+        return None
+
+    @property
+    def seconds(self) -> float:
+        """How long the job took, on one clock for all hosts."""
+        return max((row.end - self.clocks[row.host] for row in self.rows), default=0.0)
+
+    def at(self, record: Record) -> float:
+        """When an event happened, in seconds since the begin of the job."""
+        return float(record["monotonic"] - self.clocks[record["host"]])
 
 
-def shares_of(time: Goodput) -> list[tuple[Activity, float]]:
-    """The states that there were, and their shares of the time, from 0 to 1."""
-    shares = [(state, sum(map(time.share, state.buckets))) for state in STATES]
-    return [(state, share) for state, share in shares if share > 0]
+def nonce_of(record: Record) -> str:
+    """What names the iteration of an event; empty outside of iterations."""
+    return str(record.get("nonce", record.get("iteration", "")))
 
 
-def make_timeline(records: Iterable[Record], time: Goodput) -> Timeline:
-    """Makes the timeline of one job.
-
-    Args:
-        records: its events, of all hosts, in any order.
-        time: what `goodput.make_goodput` has made of them.
-    """
-    records = list(records)
-    clocks = _clocks(records, time.rows)
-    incidents = find_incidents(records, time.rows, clocks)
-    seconds = max((row.end - clocks[row.host] for row in time.rows), default=0.0)
-    eventful = collections.Counter(seat for incident in incidents for seat in incident.seats)
-    folded = _folded(sorted(time.rows, key=_place), eventful)
-    lines = tuple(_line(rows, clocks, seconds) for rows in folded)
-    at = {seat: number for number, line in enumerate(lines) for seat in line.seats}
-    marks = []
-    for incident in incidents:
-        there = collections.defaultdict(list)
-        for seat in incident.seats:
-            if seat in at:
-                there[at[seat]].append(seat)
-        marks += [Mark(incident, line, tuple(seats)) for line, seats in there.items()]
-    return Timeline(
-        began=_began(records, clocks),
-        seconds=seconds,
-        ranks=len(time.rows),
-        lines=lines,
-        bands=_bands(records, time.rows, clocks),
-        incidents=incidents,
-        marks=tuple(marks),
-    )
+def _by_host(records: Iterable[Record]) -> dict[str, list[Record]]:
+    """The events of each host, in their order; with the iteration's nonce in those that do not have it."""
+    found: dict[str, list[Record]] = collections.defaultdict(list)
+    present: dict[tuple[str, int], str] = {}
+    for record in sorted(records, key=_at):
+        process = record["host"], record["pid"]
+        if "nonce" in record:
+            present[process] = record["nonce"]
+        elif record["event"] in ("end", "abort") and process in present:
+            record = {**record, "nonce": present[process]}
+        found[record["host"]].append(record)
+    return {host: found[host] for host in sorted(found)}
 
 
-# One clock -----------------------------------------------------------------------------------------------
+def _iterations(hosts: Mapping[str, Sequence[Record]]) -> dict[str, Iteration]:
+    found: dict[str, Iteration] = {}
+    for host, records in hosts.items():
+        for record in records:
+            if record.get("iteration", -1) >= 0:
+                name = nonce_of(record)
+                found.setdefault(name, Iteration(name, record["iteration"])).add(host, record)
+    order = sorted(found.values(), key=lambda one: one.began or (math.inf, one.number))
+    return {one.name: one for one in order}
 
 
-def _clocks(records: Sequence[Record], rows: Sequence[Row]) -> dict[str, float]:
+def _clocks(
+    hosts: Mapping[str, Sequence[Record]], rows: Iterable[Row], iterations: Mapping[str, Iteration]
+) -> dict[str, float]:
     """What each host's clock showed when the job began.
 
-    All hosts hear of a decision within milliseconds, which the time of day does not say so well. It is used
-    for a host that shares no iteration with the others.
+    All ranks hear of a decision within milliseconds: clocks are set by these, and by the time of day only for
+    a host that shares no iteration with the others.
     """
-    heard: dict[str, dict[str, float]] = {}
-    ahead: dict[str, float] = {}  # of the time of day
-    for record in records:
-        host, at = str(record["host"]), float(record["monotonic"])
-        seen = heard.setdefault(host, {})
-        if "time" in record and host not in ahead:
-            ahead[host] = at - float(record["time"])
-        if record["event"] in ("decided", "enter"):
-            n = iteration_name(record)
-            seen[n] = min(at, seen.get(n, at))
-    if not heard:
-        return {}
-    first = max(heard, key=lambda host: len(heard[host]))
+    heard: dict[str, dict[str, float]] = {host: {} for host in hosts}
+    for one in iterations.values():
+        for host in one.events:
+            if decided := one.on(host, "decided", "enter"):
+                heard[host][one.name] = min(map(_at, decided))
+    ahead = {}  # of the time of day
     begins: dict[str, float] = {}
+    for host, records in hosts.items():
+        ahead[host] = next((_at(one) - one["time"] for one in records if "time" in one), None)
     for row in rows:
         begins[row.host] = min(row.begin, begins.get(row.host, row.begin))
+    first = max(heard, key=lambda host: len(heard[host]))
     offsets: dict[str, float] = {}
     for host, seen in heard.items():
         apart = [at - heard[first][n] for n, at in seen.items() if n in heard[first]]
         if apart:
             offsets[host] = statistics.median(apart)
-        elif host in ahead and first in ahead:
-            offsets[host] = ahead[host] - ahead[first]
+        elif (own := ahead[host]) is not None and (other := ahead[first]) is not None:
+            offsets[host] = own - other
         else:
             offsets[host] = begins.get(host, 0.0) - begins.get(first, 0.0)
     begin = min((at - offsets[host] for host, at in begins.items()), default=0.0)
     return {host: begin + offset for host, offset in offsets.items()}
 
 
-def _began(records: Iterable[Record], clocks: Mapping[str, float]) -> float | None:
-    said = (
-        float(record["time"]) - float(record["monotonic"]) + clocks[str(record["host"])]
-        for record in records
-        if "time" in record
-    )
-    return next(said, None)
+# Rows ------------------------------------------------------------------------------------------------------
 
 
-# Rows ----------------------------------------------------------------------------------------------------
+def _rows(hosts: Mapping[str, Sequence[Record]]) -> Iterator[Row]:
+    # Where each seat is at last. By the time of day: incarnations begin again if all is started again.
+    newest: dict[int, tuple[float, str]] = {}
+    for host, records in hosts.items():
+        for record in (each for each in records if each["event"] == "register"):
+            came = record.get("time") or record["monotonic"], host
+            newest[record["slot"]] = max(came, newest.get(record["slot"], came))
+    for host, records in hosts.items():
+        begin = min(min(_at(each), each.get("started", _at(each))) for each in records)
+        end = _at(records[-1])
+        first_entry = next((_at(each) for each in records if each["event"] == "enter"), end)
+        lives = collections.defaultdict(list)
+        for life in _lives(records):
+            lives[life.slot].append(life)
+        for slot, own in lives.items():
+            formed = own[0].born <= first_entry  # else the job has grown by this seat
+            row = Row(host, slot, begin if formed else own[0].born, end, lives=own)
+            if (died := own[-1].died) is not None and newest.get(slot, (0.0, host))[1] != host:
+                row.end = max(died, row.begin)  # the seat is on another host from here on
+            row.spans = list(_spans(row, records))
+            yield row
 
 
-def _place(row: Row) -> tuple[list[tuple[int, str]], int]:
-    return natural(row.host), row.slot
+def _lives(records: Sequence[Record]) -> list[Life]:
+    """The processes of one host, by seat and in their order."""
+    lives: dict[int, Life] = {}  # by process id
+    older: list[Life] = []
+    began: dict[int, float] = {}
+    children: dict[int, float] = {}
+    for record in records:
+        pid, event, moment = record["pid"], record["event"], _at(record)
+        if event == "rank_started":
+            children[record["child"]] = moment
+        elif event == "register":
+            started = float(record.get("started", moment))
+            if pid in lives and abs(started - began.get(pid, started)) > _SAME_START:
+                older.append(lives.pop(pid))  # another process has its number now
+            if pid not in lives:
+                began[pid] = started
+                born = min(children.get(pid, started), moment)
+                lives[pid] = Life(pid, record["slot"], record["incarnation"], born)
+            lives[pid].incarnation = record["incarnation"]
+        elif pid not in lives and event in ("decided", "enter") and "slot" in record:  # of an older version
+            lives[pid] = Life(pid, record["slot"], record.get("incarnation", 0), moment)
+        if pid in lives and event in _FROM:
+            lives[pid].events.append(record)
+        if event == "rank_ended" and (dead := lives.get(record["child"])) is not None:
+            dead.died = moment if dead.died is None else min(dead.died, moment)
+        if event == "fault" and record.get("kind") in _DEADLY:
+            for life in lives.values():
+                if (life.slot, life.incarnation) == (record["slot"], record.get("incarnation", 0)):
+                    life.died = moment
+    return sorted([*older, *lives.values()], key=lambda life: (life.slot, life.born))
 
 
-def _folded(rows: Sequence[Row], eventful: Mapping[Seat, int]) -> Iterator[Sequence[Row]]:
-    """Which seats go into one row: as few as the number of rows allows."""
-    if len(rows) <= MOST_ROWS:
-        yield from ([row] for row in sorted(rows, key=lambda row: row.slot))
-        return
-    hosts = [list(found) for _, found in itertools.groupby(rows, key=lambda row: row.host)]
-    units = hosts if len(hosts) > 1 else [[row] for row in rows]
-    if len(units) <= MOST_ROWS:
-        yield from units
-        return
-    happened = [sum(eventful.get((row.host, row.slot), 0) for row in unit) for unit in units]
-    most = sorted(
-        (place for place, count in enumerate(happened) if count), key=lambda place: -happened[place]
-    )
-    own = sorted(most[: 3 * MOST_ROWS // 4])
-    yield from (units[place] for place in own)
-    quiet = [unit for place, unit in enumerate(units) if place not in set(own)]
-    size = math.ceil(len(quiet) / (MOST_ROWS - len(own)))
-    for place in range(0, len(quiet), size):
-        yield [row for unit in quiet[place : place + size] for row in unit]
+def _spans(row: Row, records: Sequence[Record]) -> Iterator[Span]:
+    """The row without gaps, from its begin to its end."""
+    at, before = row.begin, ""
+    for place, life in enumerate(row.lives):
+        born = min(max(at, life.born), row.end)
+        yield from _before(at, born, records) if not before else _span(at, born, "gone")
+        following = [other.born for other in row.lives[place + 1 :] if other.born > life.born]
+        end = min([row.end, *following, *([] if life.died is None else [life.died])])
+        at, before = born, "initialization"
+        for kind, moment, of in _states(life):
+            moment = min(max(at, moment), end)
+            yield from _span(at, moment, before, of)
+            at, before = moment, kind
+        yield from _span(at, max(at, end), before, nonce_of(life.events[-1]) if life.events else "")
+        at = max(at, end)
+    # A process that has ended in order leaves no seat behind.
+    yield from _span(at, row.end, "after_end" if before == "after_end" else "gone")
 
 
-def _line(rows: Sequence[Row], clocks: Mapping[str, float], seconds: float) -> Line:
-    hosts = list(dict.fromkeys(row.host for row in rows))
-    first, last = rows[0], rows[-1]
-    if len(rows) == 1:
-        name = f"slot {first.slot} on {first.host}" if len(clocks) > 1 else f"slot {first.slot}"
-    elif len(clocks) == 1:
-        name = f"slots {first.slot} to {last.slot}"
-    else:
-        name = hosts[0] if len(hosts) == 1 else f"{hosts[0]} … {hosts[-1]}"
-    is_exact = len(rows) == 1 and len(first.spans) <= _MOST_SPANS
-    segments = _exact(first, clocks[first.host]) if is_exact else _mixed(rows, clocks, seconds)
-    return Line(name, frozenset((row.host, row.slot) for row in rows), len(hosts), tuple(segments))
+def _before(begin: float, end: float, records: Sequence[Record]) -> Iterator[Span]:
+    """What comes before a seat's first process: the agent starts, and waits for other nodes."""
+    ready = next((_at(each) for each in records if each["event"] == "agent_started"), end)
+    met = next((_at(each) for each in records if each["event"] == "round_started"), ready)
+    ready = min(max(ready, begin), end)
+    met = min(max(met, ready), end)
+    yield from _span(begin, ready, "initialization")
+    yield from _span(ready, met, "waiting")
+    yield from _span(met, end, "initialization")
 
 
-def _exact(row: Row, began: float) -> Iterator[Segment]:
-    for state, found in itertools.groupby(row.spans, key=lambda span: STATE_OF[span.kind]):
-        spans = list(found)
-        yield Segment(spans[0].begin - began, spans[-1].end - began, {state.name: 1.0})
+def _states(life: Life) -> Iterator[tuple[str, float, str]]:
+    """What a process does from each of its events on; and the iteration of what it did until then."""
+    state, iteration, has_run = "initialization", "", False
+    done = math.nan
+    for record in life.events:
+        event = record["event"]
+        kind = _FROM[event]
+        if event == "register" and life.incarnation and not has_run:
+            kind = "idle_spare"  # the job is on: it waits to be let in
+        elif event == "register" and state == "after_end":
+            yield "other", done, iteration  # what it has done since the last call was none of ours
+        elif event == "arrive" and state == "waiting":
+            continue  # it waits for the members of a call that is about to begin
+        elif event == "decided" and state == "waiting" and (has_run or not record["iteration"]):
+            kind = "initialization"  # the call begins: it is no restart
+        yield kind, _at(record), iteration
+        state = kind
+        if event == "done":
+            done = _at(record)
+        if event in ("enter", "spare", "decided"):
+            iteration, has_run = nonce_of(record), has_run or event != "decided"
 
 
-def _mixed(rows: Sequence[Row], clocks: Mapping[str, float], seconds: float) -> Iterator[Segment]:
-    """The share of each state, column by column; columns that look the same are one."""
-    width = seconds / _COLUMNS
-    if width <= 0:
-        return
-    times = {state.name: _Columns(width) for state in STATES}
-    for row in rows:
-        began = clocks[row.host]
-        for span in row.spans:
-            times[STATE_OF[span.kind].name].add(span.begin - began, span.end - began)
-    sums = {name: columns.sums() for name, columns in times.items() if columns.is_used}
-    whole = width * len(rows)
-    before: dict[str, float] = {}
-    begin = 0
-    for column in range(_COLUMNS + 1):
-        shares = {
-            name: round(own[column] / whole, 3)
-            for name, own in sums.items()
-            if column < _COLUMNS and own[column] >= _LEAST * whole
-        }
-        if shares != before:
-            if before:
-                yield Segment(begin * width, column * width, before)
-            begin, before = column, shares
+def _span(begin: float, end: float, kind: str, iteration: str = "") -> Iterator[Span]:
+    if end > begin:
+        yield Span(begin, end, kind, iteration)
 
 
-class _Columns:
-    """Adds up in each column of time for how long something was so; each span takes the same few steps."""
-
-    def __init__(self, width: float) -> None:
-        self.is_used = False
-        self._width = width
-        self._part = [0.0] * (_COLUMNS + 2)  # of one column
-        self._from = [0] * (_COLUMNS + 2)  # in how many more spans than before a whole column is
-
-    def add(self, begin: float, end: float) -> None:
-        """It was so from begin to end."""
-        self.is_used = True
-        width = self._width
-        first, last = (min(max(int(at / width), 0), _COLUMNS) for at in (begin, end))
-        if first == last:
-            self._part[first] += end - begin
-            return
-        self._part[first] += (first + 1) * width - begin
-        self._part[last] += end - last * width
-        self._from[first + 1] += 1
-        self._from[last] -= 1
-
-    def sums(self) -> list[float]:
-        """Seconds in each column."""
-        whole = itertools.accumulate(self._from)
-        return [part + spans * self._width for part, spans in zip(self._part, whole, strict=True)]
-
-
-# Iterations ----------------------------------------------------------------------------------------------
-
-
-def _bands(records: Iterable[Record], rows: Iterable[Row], clocks: Mapping[str, float]) -> tuple[Band, ...]:
-    numbers = {
-        iteration_name(record): record["iteration"]
-        for record in records
-        if isinstance(record.get("iteration"), int) and record["iteration"] >= 0
-    }
-    found: dict[str, tuple[float, float]] = {}
-    for row in rows:
-        began = clocks[row.host]
-        for span in (span for span in row.spans if span.kind in _IN_FUNCTION):
-            begin, end = span.begin - began, span.end - began
-            first, last = found.get(span.iteration, (begin, end))
-            found[span.iteration] = min(begin, first), max(end, last)
-    bands = (Band(numbers[n], *times) for n, times in found.items() if n in numbers)
-    return tuple(sorted(bands, key=lambda band: band.begin))
+def _at(record: Record) -> float:
+    return float(record["monotonic"])

@@ -52,7 +52,7 @@ class Budget:
 LINES = {
     "top": Budget(990, 1367, CORE),
     "cli": Budget(700, 798, SHELL),
-    "restart": Budget(1200, 1528, CORE),
+    "restart": Budget(1200, 1527, CORE),
     "rank_assignment": Budget(500),
     "protocol": Budget(2170, 2271, CORE),
     "store": Budget(1670, 1889, CORE),
@@ -67,7 +67,7 @@ LINES = {
     "checkpoints": Budget(370),
     "integrations": Budget(370),
     "check": Budget(222),
-    "report": Budget(810, 1523, SHELL),
+    "report": Budget(810, 1070, SHELL),
     "testing": Budget(1170, 1208, SHELL),
 }
 """Code lines of each package: no blank lines, comments or docstrings. ``top`` is what lies in none."""
@@ -77,7 +77,7 @@ CLASSES_TWICE = {
     SHELL: {"Entry", "FT", "Fault"},
 }
 FUNCTIONS_TWICE = {
-    SHELL: {"check", "main", "make_report"},
+    SHELL: {"check", "main"},
 }
 
 NOT_OURS = frozenset(

@@ -44,12 +44,7 @@ NAMES = {
     "testing": "FakeStore EtcdServer",
     "testing.inject_fault": "Fault FaultSpec InjectInitialize InjectFinalize inject_fault",
     "checkpoints": "Checkpoint Checkpoints",
-    "report": "Report Restart PHASES make_reports",
-    "report.goodput": "BUCKETS Goodput make_goodput",
-    "report.jobs": "by_job",
-    "report.rows": "Row Span make_rows",
-    "report.timeline": "Timeline make_timeline",
-    "report.html": "make_page",
+    "report": "Report Restart Incident Goodput PHASES BUCKETS make_reports",
     "run": "main",
 }
 ON_EVERY_STORE = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import os
 import subprocess
@@ -11,6 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import markupsafe
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -56,7 +56,7 @@ def test_phases_of_a_restart() -> None:
     (found,) = make_reports(two_ranks())
     (restart,) = found.restarts
     assert (restart.iteration, restart.next_iteration) == (0, 1)
-    assert restart.causes == ("slot 1: TERMINATED",)
+    assert restart.causes == ("slot 1 (on a) terminated",) and restart.culprits == (1,)
     expected = {"told": 0.1, "abort": 0.2, "leave": 0.1, "arrive": 0.1, "decide": 0.2, "enter": 0.8}
     assert restart.phases == pytest.approx(expected)
     assert restart.seconds == pytest.approx(1.5)
@@ -70,7 +70,7 @@ def test_clocks_of_two_hosts_are_not_compared_and_the_slower_one_is_shown() -> N
     assert found.hosts == ("a", "b")
     (restart,) = found.restarts
     assert restart.seconds == pytest.approx(3.5)
-    assert restart.causes == ("slot 1: TERMINATED",)
+    assert restart.cause == "slot 1 (on a) terminated; slot 1 (on b) terminated" and restart.culprits == (1,)
     assert found.seconds == pytest.approx(12.0)
 
 
@@ -83,7 +83,7 @@ def test_an_iteration_that_nobody_entered_belongs_to_the_restart_around_it() -> 
         (1.3, "decided", 2, 1),
         (2.0, "enter", 2, 1),
     ]
-    (found,) = make_reports(records("a", rows))
+    (found,) = make_reports(records("a", rows, slot=0))
     (restart,) = found.restarts
     assert (restart.iteration, restart.next_iteration) == (0, 2)
     assert restart.seconds == pytest.approx(1.0)
@@ -91,9 +91,12 @@ def test_an_iteration_that_nobody_entered_belongs_to_the_restart_around_it() -> 
 
 def test_numbers_that_begin_again_in_the_next_call_are_another_iteration() -> None:
     first = [(0.0, "enter", 0, 1), (1.0, "fault", 0, 1), (1.5, "decided", 1, 1), (2.0, "enter", 1, 1)]
-    rows = [*first, (3.0, "done", 1, 1), *((moment + 4.0, *rest) for moment, *rest in first)]
-    (found,) = make_reports(records("a", rows))
-    assert [restart.seconds for restart in found.restarts] == pytest.approx([1.0, 1.0])
+    first.append((3.0, "done", 1, 1))
+    second = [(moment + 4.0, *rest) for moment, *rest in first]
+    found = [{**one, "nonce": f"a{one['iteration']}"} for one in records("a", first, slot=0)]
+    found += [{**one, "nonce": f"b{one['iteration']}"} for one in records("a", second, slot=0)]
+    (report,) = make_reports(found)
+    assert [restart.seconds for restart in report.restarts] == pytest.approx([1.0, 1.0])
 
 
 def test_calls_without_faults_may_have_the_same_number() -> None:
@@ -164,14 +167,15 @@ def test_the_report_of_a_real_job(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert command.main([str(events), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     (restart,) = found["restarts"]
-    assert restart["causes"] == ["slot 1: EXCEPTION"]
+    assert (restart["kind"], restart["culprits"]) == ("exception", [1])
+    assert restart["causes"][0].startswith("rank 1 (slot 1 on ")
     assert list(restart["phases"]) == list(PHASES)
     assert min(restart["phases"].values()) >= 0 and found["goodput"] is None
     assert sum(found["time"].values()) == pytest.approx(found["seat_seconds"])
     assert 2 * found["seconds"] == pytest.approx(found["seat_seconds"])
     assert command.main([str(events)]) == 0
     table, _, summary, *_, in_all = capsys.readouterr().out.splitlines()
-    assert table.split() == ["iteration", "cause", *PHASES, "in", "all"]
+    assert table.split() == ["iteration", *PHASES, "in", "all", "cause"]
     assert summary.startswith("1 restart in ") and " of 2 ranks; " in in_all
     written = [json.loads(line) for line in events.read_text().splitlines()]
     (job,) = {record["job"] for record in written}
@@ -182,7 +186,7 @@ def test_the_report_of_a_real_job(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert fault["message"].startswith("raised ")
     page = tmp_path / "page.html"
     assert command.main([str(events), "--html", str(page)]) == 0
-    assert page.read_text().count(html.escape(restarted["line"], quote=False)) == 3  # list, number and mark
+    assert page.read_text().count(markupsafe.escape(restarted["line"])) == 3  # list, number and mark
 
 
 def test_damaged_lines_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -191,7 +195,7 @@ def test_damaged_lines_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFix
     first, last = (json.dumps(records("h", [(1.0, event, 0, 1)])[0]).encode() for event in "ad")
     path.write_bytes(first + b'\n{"event": "b", "ho{"event": "c"}\n7\n\xff\xfe\n' + last + b"\n")
     assert [record["event"] for record in events.load(str(path))] == ["a", "d"]
-    assert "3 damaged lines are left out, the first is line 2" in caplog.text
+    assert f"3 damaged lines are left out, the first is {path}:2: " in caplog.text
 
 
 WRONG = st.sampled_from([None, -1, "x", [], {}, 1e308, True, 10**30, "\ud800", float("nan"), 2.5, -1e14])
@@ -224,9 +228,29 @@ def test_events_of_another_kind_are_left_out(data: st.DataObject) -> None:
         assert command.main([str(path), "--html", f"{folder}/page.html"]) == 0
 
 
-@pytest.mark.parametrize(
-    "line", ["[" * 200_000, '{"event": ' + "9" * 5000 + "}", '{"event": "enter", "pid": NaN}']
-)
+def test_the_report_needs_no_torch(tmp_path: Path) -> None:
+    """Nor Jinja2, but for the page; there the error names what to install."""
+    path = tmp_path / "events"
+    path.write_text("".join(json.dumps(record) + "\n" for record in two_ranks()))
+    program = f"""
+import sys, types
+for name in ("torch", "jinja2"):
+    sys.modules[name] = None
+package = types.ModuleType("ft_wrapper")
+package.__path__ = [{str(Path(events.__file__).parent)!r}]
+sys.modules["ft_wrapper"] = package
+from ft_wrapper.report.command import main
+assert main([{str(path)!r}]) == 0
+assert main([{str(path)!r}, "--html", {str(tmp_path / "page")!r}]) == 2
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True
+    )
+    assert done.stdout.startswith("iteration ") and "pip install jinja2" in done.stderr
+    assert os.listdir(tmp_path) == ["events"]
+
+
+@pytest.mark.parametrize("line", ["[" * 200_000, '{"event": ' + "9" * 5000 + "}"])
 def test_a_line_that_json_cannot_read_is_left_out(line: str, tmp_path: Path) -> None:
     path = tmp_path / "events"
     path.write_text(f"{line}\n{json.dumps(two_ranks()[0])}\n")
@@ -238,8 +262,10 @@ def test_a_line_that_json_cannot_read_is_left_out(line: str, tmp_path: Path) -> 
     [
         (None, "No such file"),
         ("", "there are no events: was FT_WRAPPER_EVENTS set"),
-        ("{", ":1 is not a JSON record"),
-        ('{"event": "enter"}', ":1 is not a JSON record of an event"),
+        ("{", "1 record left out, the first at "),
+        ("{", ":1: no JSON record of an event"),
+        ('{"event": "enter"}', ":1: host is missing"),
+        ('{"event": "enter", "host": "a", "pid": NaN, "monotonic": 1}', ":1: pid is nan"),
     ],
 )
 def test_files_that_are_none(

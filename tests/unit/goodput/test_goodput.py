@@ -11,13 +11,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ft_wrapper.report.goodput import BUCKETS, Goodput, make_goodput
-from ft_wrapper.report.jobs import by_job
+from ft_wrapper.report import goodput
+from ft_wrapper.report.goodput import BUCKETS, Goodput
+from ft_wrapper.report.reading import by_job
 from ft_wrapper.report.steps import Part, Steps, Told
+from ft_wrapper.report.timeline import Timeline
 
 Record = dict[str, Any]
 PHASES = ("told", "abort", "leave", "arrive", "decide", "enter")
 _pids = itertools.count(1000)
+
+
+def make_goodput(records: list[Record]) -> Goodput:
+    return goodput.make_goodput(Timeline.read(records))
 
 
 class Writer:

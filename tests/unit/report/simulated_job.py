@@ -162,7 +162,7 @@ class SimulatedJob:
         lost = [one for one in self._seats if one.host == culprit.host] if kind == "node" else []
         if kind == "TERMINATED":
             lost = [culprit]
-            self._member("fault", self._at, culprit, kind=kind, ends=True)
+            self._member("fault", self._at, culprit, kind=kind, ends=True, rank=culprit.slot, message="died")
             self._write(
                 "rank_ended",
                 self._at,
@@ -172,7 +172,8 @@ class SimulatedJob:
                 exitcode=-9,
             )
         elif kind == "EXCEPTION":
-            self._member("fault", self._at, culprit, kind=kind, ends=True, message=self.message)
+            who = {"rank": culprit.slot, "message": self.message}
+            self._member("fault", self._at, culprit, kind=kind, ends=True, **who)
         elif kind == "SOFT_TIMEOUT":
             self._at += 60.0
             for one in active:
@@ -181,12 +182,14 @@ class SimulatedJob:
                 )
         else:
             self._at += 20.0
-        words = _WORDS.get(kind, self.message)
-        self._restart([one for one in self._seats if one not in lost], lost, culprit, words, kind == "node")
+        left = [one for one in self._seats if one not in lost]
+        name = "unresponsive" if kind == "node" else kind.lower()
+        self._restart(left, lost, culprit, _WORDS.get(kind, self.message), name)
 
     def _restart(
-        self, left: Sequence[Process], lost: Sequence[Process], culprit: Process, words: str, is_node: bool
+        self, left: Sequence[Process], lost: Sequence[Process], culprit: Process, words: str, kind: str
     ) -> None:
+        is_node = kind == "unresponsive"
         members = [one for one in left if one.is_in]
         before, began = self._nonce, self._at
         for one in members:
@@ -211,7 +214,9 @@ class SimulatedJob:
             rest = len(places) - 4
             where = ", ".join([*places[:4], f"and {rest} more"] if rest > 0 else places)
         line = f"restart {self._n}: {where} {words}; back in {self._at - began:.1f} s"
-        self._member("restarted", self._at, members[0], line=line)
+        culprits = [one.slot for one in (lost if is_node else [culprit])]
+        fields = {"kind": kind, "cause": f"{where} {words}", "culprits": culprits, "line": line}
+        self._member("restarted", self._at, members[0], **fields)
         for one in lost:
             one.pid, one.incarnation = next(self._pids), one.incarnation + 1
             one.is_active = one.is_in = False

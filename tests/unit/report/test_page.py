@@ -16,11 +16,8 @@ from xml.etree import ElementTree
 import pytest
 from simulated_job import SimulatedJob, lines, simulate
 
-from ft_wrapper.report import Report, command, make_reports
-from ft_wrapper.report.html import make_page
-from ft_wrapper.report.jobs import by_job
-from ft_wrapper.report.look import clean, moment, per_cent, shortened, ticks
-from ft_wrapper.report.timeline import STATES, Timeline, make_timeline
+from ft_wrapper.report import command, make_reports
+from ft_wrapper.report.page import STATES, Picture, clean, make_page, moment, per_cent, shortened, ticks
 
 VOID = {"meta", "br"}
 HOSTILE = (
@@ -58,12 +55,8 @@ class Parser(HTMLParser):
             self.text.append(data)
 
 
-def jobs_of(records: Sequence[dict[str, Any]]) -> list[tuple[Report, Timeline]]:
-    reports = make_reports(records)
-    return [
-        (report, make_timeline(found, report.time))
-        for (_, found), report in zip(by_job(records), reports, strict=True)
-    ]
+def page_of(records: Sequence[dict[str, Any]]) -> str:
+    return make_page(make_reports(records))
 
 
 def svgs(page: str) -> list[ElementTree.Element]:
@@ -83,16 +76,17 @@ def records() -> list[dict[str, Any]]:
 
 
 def test_the_page_has_each_rank_each_fault_and_all_buckets(records: list[dict[str, Any]]) -> None:
-    ((report, timeline),) = jobs_of(records)
-    page = make_page([(report, timeline)])
+    (report,) = make_reports(records)
+    marked = [incident for incident, _, _ in Picture(report).marks()]
+    page = make_page([report])
     text = "\n".join(Parser(page).text)
     for slot in range(6):
         assert f"slot {slot} on gpu00{slot // 2}" in text
-    assert len(timeline.incidents) == 4
+    assert len(report.incidents) == 4
     tooltips = [part.text or "" for svg in svgs(page) for part in svg.iter() if part.tag.endswith("}title")]
-    for incident in timeline.incidents:
+    for incident in report.incidents:
         assert incident.line in text
-        marks = sum(mark.incident is incident for mark in timeline.marks)
+        marks = marked.count(incident)
         assert marks and sum(incident.line in tooltip for tooltip in tooltips) == 1 + marks
     for name in report.time.buckets:
         assert name in text and per_cent(report.time.share(name)) in text
@@ -106,7 +100,7 @@ def test_the_page_has_each_rank_each_fault_and_all_buckets(records: list[dict[st
 
 
 def test_the_page_stands_alone_and_runs_nothing(records: list[dict[str, Any]]) -> None:
-    page = make_page(jobs_of(records))
+    page = page_of(records)
     parser = Parser(page)
     assert not {tag for tag, _ in parser.tags} & {"script", "link", "img", "iframe", "object", "base"}
     links = [
@@ -124,12 +118,12 @@ def test_the_page_stands_alone_and_runs_nothing(records: list[dict[str, Any]]) -
 
 
 def test_a_state_is_told_by_words_and_a_pattern_too(records: list[dict[str, Any]]) -> None:
-    page = make_page(jobs_of(records))
+    page = page_of(records)
     text = "\n".join(Parser(page).text)
     for state in STATES:
         if f'class="s-{state.name}"' in page:
             assert text.count(state.title) >= 2, "in the legend, and as a tooltip"
-        assert f'id="p-{state.name}"' in page and f".s-{state.name}{{fill:url(#p-{state.name})}}" in page
+        assert f'id="p-{state.name}"' in page and f".s-{state.name} {{ fill: url(#p-{state.name}); }}" in page
 
 
 def test_whatever_a_message_says_is_text() -> None:
@@ -139,7 +133,7 @@ def test_whatever_a_message_says_is_text() -> None:
     job.finish()
     for one in job.records:
         one["host"] = one["host"].replace("gpu", '"><i>')
-    page = make_page(jobs_of(job.records))
+    page = page_of(job.records)
     parser = Parser(page)
     assert not {tag for tag, _ in parser.tags} & {"script", "img", "b>x", "i"}
     assert "onerror" not in {name for _, attributes in parser.tags for name in attributes}
@@ -156,7 +150,7 @@ def test_several_jobs_have_a_section_each(records: list[dict[str, Any]]) -> None
     other.finish()
     for record in other.records:
         record["host"] = "elsewhere"
-    page = make_page(jobs_of([*records, *other.records]))
+    page = page_of([*records, *other.records])
     parser = Parser(page)
     ids = [attributes["id"] for _, attributes in parser.tags if "id" in attributes]
     assert len(ids) == len(set(ids)) and {"job-1", "job-2", "job-1-4"} <= set(ids)
@@ -170,7 +164,7 @@ def test_goodput_that_is_not_known_says_why() -> None:
     untold = [
         {name: record[name] for name in record if name not in ("step", "began")} for record in job.records
     ]
-    text = "\n".join(Parser(make_page(jobs_of(untold))).text)
+    text = "\n".join(Parser(page_of(untold)).text)
     assert "unknown" in text and "the function told no steps, see call_wrapper.step(n)" in text
 
 
@@ -186,15 +180,16 @@ def test_events_of_no_rank_make_a_page(tmp_path: Path) -> None:
 
 def test_4096_ranks_are_folded_into_a_page_of_reasonable_size() -> None:
     found = simulate(2, nodes=512, ranks=8, spare_nodes=8)
-    ((report, timeline),) = jobs_of(found)
-    assert timeline.ranks == 4096 and len(timeline.lines) <= 64
-    page = make_page([(report, timeline)])
+    (report,) = make_reports(found)
+    picture = Picture(report)
+    assert len(report.time.rows) == 4096 and len(picture.lines) <= 64
+    page = make_page([report])
     Parser(page)
     assert len(page.encode()) < 1_000_000
-    numbers = {mark.incident.number for mark in timeline.marks}
-    assert numbers == {1, 2}
-    for mark in timeline.marks:  # its node can be told
-        assert timeline.lines[mark.line].hosts == 1
+    marks = list(picture.marks())
+    assert {incident.number for incident, _, _ in marks} == {1, 2}
+    for _, line, _ in marks:  # its node is named
+        assert len({row.host for row in picture.lines[line].rows}) == 1
 
 
 @pytest.mark.nightly("half a million events")

@@ -1,0 +1,341 @@
+"""The page of ``ftrun report --html``: one file, which needs no network and runs no script."""
+
+import collections
+import dataclasses
+import datetime
+import itertools
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from .._text import duration, plural
+from . import NO_STEPS, Report
+from .goodput import BUCKETS
+from .restarts import PHASES, Incident
+from .timeline import Row, Seat, Timeline
+
+#: So many rows can be looked at.
+MOST_ROWS = 64
+
+_COLUMNS = 500  # into which the time of a row is cut that stands for several ranks
+_MOST_SPANS = 400  # of one rank that are shown as they are
+_LEAST = 1 / 256  # a smaller share is not seen
+_WIDTH, _BEFORE, _BEHIND = 1224, 8, 26  # pixels: of a timeline with its names, and beside it
+_CHARACTER, _MOST_CHARACTERS = 6.7, 26  # of a name
+# What no XML may have, and what no file can: a message may have been cut in the middle of a character.
+_UNFIT = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+_TICKS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400)
+_MINUTE, _HOUR, _DAY = 60, 3600, 86400
+
+
+@dataclasses.dataclass(frozen=True)
+class Activity:
+    """What a rank does, as the page shows it: some buckets of `goodput` that belong together.
+
+    Args:
+        name: of its colour and pattern in the page's style sheet.
+        title: what it is called.
+        buckets: see `goodput.BUCKETS`.
+    """
+
+    name: str
+    title: str
+    buckets: tuple[str, ...]
+
+
+STATES = (
+    Activity("new", "new steps", ("useful_steps",)),
+    Activity("untold", "training, steps unknown", ("steps_unknown",)),
+    Activity("again", "steps done again, or cut short", ("wasted_progress",)),
+    Activity("start", "starting and loading", ("initialization", "training_prep")),
+    Activity("hang", "hanging, not noticed yet", ("detection",)),
+    Activity("restart", "restarting", tuple(f"recovery_{phase}" for phase in PHASES)),
+    Activity("waiting", "waiting for ranks or nodes", ("waiting",)),
+    Activity("spare", "idle spare", ("idle_spare",)),
+    Activity("gone", "gone", ("gone",)),
+    Activity("over", "after the call, or between two", ("after_end", "other")),
+)
+STATE_OF = {bucket: state for state in STATES for bucket in state.buckets}
+_IN_FUNCTION = ("useful_steps", "steps_unknown", "wasted_progress", "training_prep", "detection")
+
+_SHAPES = {
+    "raised": ("exception", "out_of_memory", "base_exception"),
+    "hung": ("soft_timeout", "hard_timeout"),
+    "died": ("terminated", "unresponsive", "monitor_process_exception", "unknown"),
+    "asked": ("drained", "requested"),
+    "joined": ("join",),
+}
+#: The mark of an incident: which shape, by the kind of its likeliest cause.
+SHAPE_OF = {kind: shape for shape, kinds in _SHAPES.items() for kind in kinds}
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """What a row did for a while.
+
+    Args:
+        state: which of `STATES`.
+        begin: seconds since the begin of the job.
+        end: likewise.
+        low: shares of the row's ranks: from this one,
+        high: to that one were in the state.
+    """
+
+    state: Activity
+    begin: float
+    end: float
+    low: float = 0.0
+    high: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A row of the picture.
+
+    Args:
+        name: the rank, the node, or the first and the last one of several.
+        rows: the seats in it.
+        pieces: what they did.
+    """
+
+    name: str
+    rows: Sequence[Row]
+    pieces: Sequence[Piece]
+
+    @property
+    def seats(self) -> set[Seat]:
+        """Host and slot of each of its ranks."""
+        return {(row.host, row.slot) for row in self.rows}
+
+    @property
+    def size(self) -> str:
+        """How many ranks it has, and of how many nodes, in words; empty if it is one rank."""
+        hosts, count = len({row.host for row in self.rows}), len(self.rows)
+        ranks = f"{count} {plural(count, 'rank')}"
+        return "" if count == 1 else ranks if hosts == 1 else f"{hosts} nodes, {ranks}"
+
+
+class Picture:
+    """A job as the page shows it; beyond `MOST_ROWS` ranks a row is a node, or several.
+
+    Args:
+        report: of the job.
+
+    Attributes:
+        lines: its rows. Nodes in which something happened keep a row of their own.
+        bands: the iterations: number, begin and end of each.
+        shares: the states that there were, and their shares of the time, from 0 to 1.
+        left: pixels of the names and sizes of the rows,
+        narrow: of the names alone.
+        row: pixels of a row,
+        pitch: and from one to the next.
+    """
+
+    def __init__(self, report: Report) -> None:
+        self.report, self.seconds = report, report.timeline.seconds
+        self.lines = list(_lines(report))
+        self.bands = _bands(report.time.rows, report.timeline)
+        time = report.time
+        shares = [(state, sum(map(time.share, state.buckets))) for state in STATES]
+        self.shares = [(state, share) for state, share in shares if share > 0]
+        names = max((len(shortened(line.name)) for line in self.lines), default=0)
+        sizes = max((len(line.size) + 2 for line in self.lines if line.size), default=0)
+        self.narrow = round(names * _CHARACTER) + 10
+        self.left = self.narrow + round(sizes * _CHARACTER)
+        self.row = 18 if self.is_folded or len(self.lines) <= 24 else 14
+        self.pitch = self.row + (4 if self.row == 18 else 3)
+
+    @property
+    def is_folded(self) -> bool:
+        """Whether a row is more than one rank."""
+        return len(self.lines) < len(self.report.time.rows)
+
+    @property
+    def began(self) -> str:
+        """When the job began, for people; empty if that is not known."""
+        began = self.report.timeline.began
+        utc = None if began is None else datetime.datetime.fromtimestamp(began, datetime.UTC)
+        return f"{utc:%Y-%m-%d %H:%M:%S} UTC" if utc else ""
+
+    def x(self, at: float) -> float:
+        """Where a moment is, in pixels."""
+        width = _WIDTH - self.left - _BEFORE - _BEHIND
+        return round(_BEFORE + width * (min(max(at / self.seconds, 0.0), 1.0) if self.seconds else 0.0), 1)
+
+    def marks(self) -> Iterator[tuple[Incident, int, list[Seat]]]:
+        """Which incident is marked in which row, and the ranks of that row that caused it."""
+        for incident in self.report.incidents:
+            for number, line in enumerate(self.lines):
+                if there := sorted(line.seats.intersection(incident.seats)):
+                    yield incident, number, there
+
+    def badges(self) -> list[tuple[float, float, str, Sequence[Incident]]]:
+        """Where the numbers are: middle, width, text, and which incidents. No two overlap."""
+        found: list[tuple[float, float, str, Sequence[Incident]]] = []
+        for incident in self.report.incidents:
+            together: list[Incident] = [incident]
+            while True:
+                x = (self.x(together[0].at) + self.x(incident.at)) / 2
+                text = "-".join(dict.fromkeys(str(one.number) for one in (together[0], incident)))
+                width = max(19.0, 10 + 7.2 * len(text))
+                if not found or found[-1][0] + found[-1][1] / 2 + 1 <= x - width / 2:
+                    break
+                together = [*found.pop()[3], *together]
+            found.append((x, width, text, together))
+        return found
+
+
+def make_page(reports: Sequence[Report]) -> str:
+    """Makes the page.
+
+    Args:
+        reports: a section for each.
+
+    Raises:
+        ImportError: Jinja2 is not installed.
+    """
+    try:
+        import jinja2
+    except ImportError as error:
+        raise ImportError("--html needs Jinja2: pip install jinja2") from error
+    loader = jinja2.PackageLoader(__package__ or "", "")
+    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    words = (duration, moment, per_cent, plural, shortened)
+    environment.filters.update({function.__name__: function for function in words})
+    environment.globals.update(BUCKETS=BUCKETS, PHASES=PHASES, STATES=STATES, NO_STEPS=NO_STEPS)
+    environment.globals.update(STATE_OF=STATE_OF, SHAPE_OF=SHAPE_OF, ticks=ticks)
+    pictures = [Picture(report) for report in reports]
+    return clean(environment.get_template("page.html.j2").render(jobs=pictures))
+
+
+# Rows ------------------------------------------------------------------------------------------------------
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """Sorts names as people do: ``node9`` before ``node10``."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def _lines(report: Report) -> Iterator[Line]:
+    timeline, hosts = report.timeline, {row.host for row in report.time.rows}
+    for rows in _folded(report):
+        first, last = rows[0], rows[-1]
+        if len(rows) == 1:
+            name = f"slot {first.slot} on {first.host}" if len(hosts) > 1 else f"slot {first.slot}"
+        elif len(hosts) == 1:
+            name = f"slots {first.slot} to {last.slot}"
+        else:
+            name = first.host if first.host == last.host else f"{first.host} … {last.host}"
+        is_exact = len(rows) == 1 and len(first.spans) <= _MOST_SPANS
+        yield Line(name, rows, list(_exact(first, timeline) if is_exact else _mixed(rows, timeline)))
+
+
+def _folded(report: Report) -> Iterator[Sequence[Row]]:
+    """Which seats go into one row: as few as the number of rows allows."""
+    rows = sorted(report.time.rows, key=lambda row: (natural(row.host), row.slot))
+    if len(rows) <= MOST_ROWS:
+        yield from ([row] for row in sorted(rows, key=lambda row: row.slot))
+        return
+    units = [list(found) for _, found in itertools.groupby(rows, key=lambda row: row.host)]
+    if len(units) == 1:
+        units = [[row] for row in rows]
+    seats = collections.Counter(seat for incident in report.incidents for seat in incident.seats)
+    happened = [sum(seats[row.host, row.slot] for row in unit) for unit in units]
+    most = sorted(range(len(units)), key=lambda place: -happened[place])[: 3 * MOST_ROWS // 4]
+    own = {place for place in most if happened[place] and len(units) > MOST_ROWS}
+    yield from (units[place] for place in sorted(own))
+    quiet = [unit for place, unit in enumerate(units) if place not in own]
+    size = math.ceil(len(quiet) / (MOST_ROWS - len(own)))
+    for place in range(0, len(quiet), size):
+        yield list(itertools.chain.from_iterable(quiet[place : place + size]))
+
+
+def _exact(row: Row, timeline: Timeline) -> Iterator[Piece]:
+    began = timeline.clocks[row.host]
+    for state, found in itertools.groupby(row.spans, key=lambda span: STATE_OF[span.kind]):
+        spans = list(found)
+        yield Piece(state, spans[0].begin - began, spans[-1].end - began)
+
+
+def _mixed(rows: Iterable[Row], timeline: Timeline) -> Iterator[Piece]:
+    """The share of each state, column by column; columns that look the same are one."""
+    width, rows = timeline.seconds / _COLUMNS or 1.0, list(rows)
+    times: list[dict[str, float]] = [collections.defaultdict(float) for _ in range(_COLUMNS)]
+    for row in rows:
+        for span in row.spans:
+            begin, end = ((at - timeline.clocks[row.host]) / width for at in (span.begin, span.end))
+            for column in range(max(int(begin), 0), min(math.ceil(end), _COLUMNS)):
+                share = (min(end, column + 1) - max(begin, column)) / len(rows)
+                times[column][STATE_OF[span.kind].name] += share
+
+    def look(column: int) -> list[tuple[Activity, float]]:
+        shares = ((state, round(times[column][state.name], 3)) for state in STATES)
+        return [(state, share) for state, share in shares if share >= _LEAST]
+
+    for shares, found in itertools.groupby(range(_COLUMNS), key=look):
+        columns, low = list(found), 0.0
+        for state, share in shares:
+            yield Piece(state, columns[0] * width, (columns[-1] + 1) * width, low, min(low + share, 1.0))
+            low += share
+
+
+def _bands(rows: Iterable[Row], timeline: Timeline) -> list[tuple[int, float, float]]:
+    found: Mapping[str, list[float]] = collections.defaultdict(list)
+    for row in rows:
+        for span in row.spans:
+            if span.kind in _IN_FUNCTION and span.iteration in timeline.iterations:
+                found[span.iteration] += [at - timeline.clocks[row.host] for at in (span.begin, span.end)]
+    bands = [(timeline.iterations[n].number, min(times), max(times)) for n, times in found.items()]
+    return sorted(bands, key=lambda band: band[1])
+
+
+# Words -----------------------------------------------------------------------------------------------------
+
+
+def clean(text: str) -> str:
+    """A text without what no file may have in it."""
+    return _UNFIT.sub("\ufffd", text)
+
+
+def shortened(text: str, most: int = _MOST_CHARACTERS) -> str:
+    """A text of at most so many characters: what is too much is left out in the middle."""
+    left = (most - 1) // 2
+    return text if len(text) <= most else f"{text[:left]}…{text[len(text) - (most - 1 - left) :]}"
+
+
+def per_cent(share: float) -> str:
+    """A share in words, with as many digits as say something."""
+    return "< 0.1 %" if 0 < share < 0.0005 else f"{100 * share:.1f} %"
+
+
+def ticks(seconds: float, most: int = 11) -> list[tuple[float, str]]:
+    """Moments to be named on the axis of time.
+
+    Args:
+        seconds: how long it is.
+        most: so many at most.
+    """
+    least = seconds / (most - 1)
+    power = 10.0 ** math.floor(math.log10(least)) if least > 0 else 1.0
+    short = [power * factor for factor in (1, 2, 5, 10)] if least < 1 else []
+    steps = [*short, *_TICKS, math.ceil(least / _DAY) * _DAY]
+    step = next(step for step in steps if step >= least)
+    found = (min(number * step, seconds) for number in range(math.floor(seconds / step + 1e-9) + 1))
+    return [(at, f"{at:.3g} s" if seconds <= 2 * _MINUTE else moment(at, seconds)) for at in found]
+
+
+def moment(at: float, seconds: float) -> str:
+    """A moment, as its place in a job of so many seconds asks for.
+
+    Args:
+        at: seconds since the begin.
+        seconds: how long it all took.
+    """
+    whole = round(at)
+    if seconds <= 2 * _MINUTE:
+        return f"{at:.1f} s" if seconds > 5 else f"{at:.3f} s"
+    if seconds <= 2 * _HOUR:
+        return f"{whole // _MINUTE}:{whole % _MINUTE:02} min"
+    if seconds <= 2 * _DAY:
+        return f"{whole // _HOUR}:{whole % _HOUR // _MINUTE:02} h"
+    return f"{whole // _DAY} d {whole % _DAY // _HOUR} h"
