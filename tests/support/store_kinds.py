@@ -13,6 +13,9 @@ from ft_wrapper.store import EtcdStore, StoreMixin, TCPStore, TCPStoreServer
 REAL = ["tcp", "etcd"]
 """Kinds that several processes can share."""
 
+ON_REAL = [pytest.param(kind, marks=pytest.mark.nightly("on a store in memory always")) for kind in REAL]
+"""The same for tests in which the store does not matter: they run on them at night."""
+
 TIMEOUT = timedelta(seconds=20)
 
 

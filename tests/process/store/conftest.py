@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 from store_helpers import Proxy
 from store_jobs import Script
-from support.store_kinds import REAL, TIMEOUT, real_store
+from support.store_kinds import ON_REAL, REAL, TIMEOUT, real_store
 
 from ft_wrapper.store import FileStore, PrefixStore, StoreMixin, TCPStoreServer
 from ft_wrapper.testing import FakeStore
 
-KINDS = ["fake", "fake without libuv", "tcp", "file", "etcd"]
+KINDS = ["fake", "fake without libuv", "tcp", "file", "etcd", "prefix over fake"]
 
 
-@pytest.fixture(params=[*KINDS, *(f"prefix over {kind}" for kind in KINDS)])
+@pytest.fixture(params=KINDS)
 def store(request: pytest.FixtureRequest, tmp_path: Path, etcd_if_any: object) -> Iterator[StoreMixin]:
     """A store of each kind."""
     kind = request.param.removeprefix("prefix over ")
@@ -32,7 +32,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, etcd_if_any: object) -
         yield inner if request.param == kind else PrefixStore(5, inner)
 
 
-@pytest.fixture(params=["fake", *REAL])
+@pytest.fixture(params=["fake", *ON_REAL])
 def job_store(request: pytest.FixtureRequest, etcd_if_any: object) -> Iterator[StoreMixin]:
     """A store of each kind for the jobs of `store_jobs`."""
     if request.param in REAL:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from ranks import Simulated, Threads
-from support.store_kinds import REAL, real_store
+from support.store_kinds import ON_REAL, REAL, real_store
 
 from ft_wrapper.store import StoreMixin
 from ft_wrapper.testing import FakeStore
@@ -21,7 +21,7 @@ def no_logging() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-@pytest.fixture(params=["seed 0", "seed 1", *REAL])
+@pytest.fixture(params=["seed 0", "seed 1", *ON_REAL])
 def run(request: pytest.FixtureRequest, etcd_if_any: object) -> Iterator[Simulated | Threads]:
     """What runs functions of several ranks on one store of each kind."""
     if request.param in REAL:
@@ -31,7 +31,7 @@ def run(request: pytest.FixtureRequest, etcd_if_any: object) -> Iterator[Simulat
         yield Simulated(int(request.param.removeprefix("seed ")))
 
 
-@pytest.fixture(params=["fake", *REAL])
+@pytest.fixture(params=["fake", *ON_REAL])
 def store(request: pytest.FixtureRequest, etcd_if_any: object) -> Iterator[StoreMixin]:
     """A store of each kind, for steps that one after another takes."""
     if request.param in REAL:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -63,3 +65,26 @@ class Threads:
         with ThreadPoolExecutor(len(tasks)) as pool:
             running = {name: pool.submit(run, name) for name in tasks}
             return {name: future.result(60.0) for name, future in running.items()}
+
+
+def in_many_orders(name: str, make: Callable[[int], Any], seeds: Iterable[int]) -> Callable[[Any], Any]:
+    """Runs a test in one order for each seed.
+
+    Args:
+        name: the test's argument that gets what is made.
+        make: makes it of a seed.
+        seeds: which.
+    """
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        def run(**others: Any) -> None:
+            for seed in seeds:
+                test(**{name: make(seed)}, **others)
+
+        signature = inspect.signature(test)
+        others = [each for each in signature.parameters.values() if each.name != name]
+        functools.update_wrapper(run, test)
+        run.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]
+        return run
+
+    return decorate

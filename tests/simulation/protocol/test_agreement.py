@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from ranks import Simulated, Threads
+from ranks import Simulated, Threads, in_many_orders
 
 from ft_wrapper.exception import InternalError, RankShouldRestart, StoreError, TimeoutError
 from ft_wrapper.protocol import Agreement, keys
@@ -22,10 +22,7 @@ SHORT = timedelta(seconds=10)
 SEEDS = range(40)
 
 Run = Simulated | Threads
-# A real store has no seeds: there the threads choose the order.
-in_many_orders = pytest.mark.parametrize(
-    "run", [*(f"seed {seed}" for seed in SEEDS), "tcp", "etcd"], indirect=True
-)
+in_orders = in_many_orders("run", Simulated, SEEDS)
 
 
 def outcome(task: Callable[[], Any]) -> Any:
@@ -39,7 +36,7 @@ def outcome(task: Callable[[], Any]) -> Any:
 # Barriers
 
 
-@in_many_orders
+@in_orders
 def test_nobody_leaves_a_barrier_before_all_have_come(run: Run) -> None:
     here: set[int] = set()
 
@@ -137,7 +134,7 @@ def exchange(
     return task
 
 
-@in_many_orders
+@in_orders
 def test_each_gets_its_own_result(run: Run) -> None:
     results = run({f"rank {rank}": exchange(rank, 5) for rank in range(5)})
     assert [*results.values()] == [f"{rank}:v{rank}v{rank}" for rank in range(5)]
@@ -264,7 +261,7 @@ def join(slot: int, slots: range, timeout: float = 10.0) -> Callable[[StoreMixin
     return task
 
 
-@in_many_orders
+@in_orders
 def test_all_form_the_same_world(run: Run) -> None:
     views = set(run({f"rank {slot}": join(slot, range(4)) for slot in range(4)}).values())
     assert len(views) == 1

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import pytest
+from support.nightly import at_night
 
 from ft_wrapper.protocol import keys
 from ft_wrapper.testing.scheduler import Step
@@ -34,7 +35,7 @@ def operations(simulation: Simulation) -> Counter[str]:
     return Counter(step.task for step in steps if step.task.startswith("rank ") and step.args)
 
 
-@pytest.mark.parametrize("members", [4, 16, 64])
+@pytest.mark.parametrize("members", [64, *at_night("64 run always", [4, 16])])
 @pytest.mark.parametrize("disturbances", [RAISES, DIES, COMES_BACK], ids=["exception", "crash", "respawn"])
 def test_restart_costs_each_member_a_constant_number_of_operations(
     members: int, disturbances: tuple[Disturbance, ...]
@@ -47,7 +48,7 @@ def test_restart_costs_each_member_a_constant_number_of_operations(
     assert max(more.values()) <= MOST * restarts, more
 
 
-@pytest.mark.parametrize("members", [4, 16, 64])
+@pytest.mark.parametrize("members", [64, *at_night("64 run always", [4, 16])])
 def test_member_reads_the_change_not_the_world(members: int) -> None:
     """No one but proposers reads a roster or an arrival list after the formation."""
     simulation = run(members, RAISES)

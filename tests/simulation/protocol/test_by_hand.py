@@ -1,19 +1,16 @@
 """Global iterations by hand, and their coordinator: ranks 0 to 2 work, rank 3 is a spare, and one fails.
 
-Each process has a client of its own. It is a task of the scheduler, as in a user's tests; and, where neither
-time nor a fault of the store matters, a thread on a real store, too.
+Each process has a client of its own, and is a task of the scheduler, as in a user's tests.
 """
 
 from __future__ import annotations
 
-import abc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
 import pytest
-from store_helpers import Background
-from support.store_kinds import REAL, real_store
+from ranks import in_many_orders
 from torch.distributed import DistNetworkError
 
 from ft_wrapper.exception import RestartError, StoreError, TimeoutError
@@ -24,7 +21,6 @@ from ft_wrapper.testing import FakeStore, Scheduler, Task
 
 WORLD_SIZE = 4
 TIMEOUT = timedelta(seconds=90)
-SEEDS = range(25)
 
 
 class SkewedStore(FakeStore):
@@ -36,79 +32,10 @@ class SkewedStore(FakeStore):
         return super().now() + self.skew
 
 
-class AnyJob(abc.ABC):
-    """Processes that have joined one job.
-
-    Args:
-        store: a client of no one's, from which those of the processes are made.
-        world_size: number of ranks that join it.
-    """
-
-    patience = 10.0
-    """Seconds in which something comes that must come."""
-
-    def __init__(self, store: StoreMixin, world_size: int) -> None:
-        self.world_size = world_size
-        self.store: Any = store
-        self.clients: dict[int, Any] = {}
-        for rank in range(world_size):
-            self.new_process(rank)
-        assert set(self.each(range(world_size), self.join).values()) == {0}
-
-    @abc.abstractmethod
-    def new_process(self, rank: int) -> Any:
-        """A rank's process, started (again): its client."""
-
-    @abc.abstractmethod
-    def start(self, rank: int, act: Callable[[int], Any]) -> Any:
-        """Lets a rank do something beside what comes next; what it got is in ``result`` after that."""
-
-    @abc.abstractmethod
-    def each(self, ranks: Iterable[int], act: Callable[[int], Any]) -> dict[int, Any]:
-        """Lets ranks do something at the same time; what each got, or the error that it met."""
-
-    def one(self, rank: int, act: Callable[[int], Any]) -> Any:
-        """The same for one rank alone."""
-        return self.each([rank], act)[rank]
-
-    def join(self, rank: int) -> int:
-        """What a process does first."""
-        return int(self.clients[rank].handle_rank_restart(self.world_size, TIMEOUT, rank=rank))
-
-    def advance(self, rank: int) -> int:
-        """What a process does when it has left the function."""
-        client = self.clients[rank]
-        return int(client.coordinate_global_iteration_advance(self.world_size, TIMEOUT, rank == 0))
-
-    def train_until_in(self, rank: int, member: Member, within: float | None = None) -> int:
-        """Goes on whenever the iteration ends, until somebody else is in."""
-        client, n = self.clients[rank], self.join(rank)
-        while member not in Agreement(client).iterations.read_current().members:
-            assert Agreement(client).ends.wait_for_end(n, within or self.patience), (
-                "anyone who wants in ends the iteration"
-            )
-            n = self.advance(rank)
-        return n
-
-    def elect(self, rank: int) -> int:
-        """Whom a process takes for the coordinator."""
-        return int(self.clients[rank].elect_coordinator(self.world_size, TIMEOUT))
-
-    def dies(self, rank: int) -> None:
-        """The monitor's evidence of a death."""
-        n = self.store.get_global_iteration()
-        Agreement(self.store).ends.log_deaths(n, {self.member(rank): None}, ends=True)
-
-    def member(self, rank: int) -> Member:
-        """The process that holds a rank in the iteration that is on."""
-        return next(member for member in self.members() if member.slot == rank)
-
-    def members(self) -> tuple[Member, ...]:
-        """The processes of the iteration that is on."""
-        current = Agreement(self.store).iterations.read_current()
-        assert current is not None
-        members: tuple[Member, ...] = current.members
-        return members
+@pytest.fixture
+def job() -> Job:
+    """A job of the first seed."""
+    return Job()
 
 
 def _or_error(act: Callable[[int], Any], rank: int) -> Any:
@@ -118,7 +45,7 @@ def _or_error(act: Callable[[int], Any], rank: int) -> Any:
         return error
 
 
-class Job(AnyJob):
+class Job:
     """Simulated processes.
 
     Args:
@@ -131,9 +58,12 @@ class Job(AnyJob):
 
     def __init__(self, seed: int = 0, world_size: int = WORLD_SIZE) -> None:
         self.scheduler = Scheduler(seed)
-        super().__init__(
-            SkewedStore(self.scheduler, use_libuv=bool(seed % 2), client="bystander"), world_size
-        )
+        self.world_size = world_size
+        self.store: Any = SkewedStore(self.scheduler, use_libuv=bool(seed % 2), client="bystander")
+        self.clients: dict[int, Any] = {}
+        for rank in range(world_size):
+            self.new_process(rank)
+        assert set(self.each(range(world_size), self.join).values()) == {0}
         self.heads = [self.store.snapshot()[keys.HEAD]]
         self.scheduler.after_each_step(self.watch_head)
 
@@ -159,6 +89,49 @@ class Job(AnyJob):
         """For once the scheduler runs."""
         return self.scheduler.spawn(f"rank {rank}", _or_error, act, rank)
 
+    def one(self, rank: int, act: Callable[[int], Any]) -> Any:
+        """The same for one rank alone."""
+        return self.each([rank], act)[rank]
+
+    def join(self, rank: int) -> int:
+        """What a process does first."""
+        return int(self.clients[rank].handle_rank_restart(self.world_size, TIMEOUT, rank=rank))
+
+    def advance(self, rank: int) -> int:
+        """What a process does when it has left the function."""
+        client = self.clients[rank]
+        return int(client.coordinate_global_iteration_advance(self.world_size, TIMEOUT, rank == 0))
+
+    def train_until_in(self, rank: int, member: Member, within: float | None = None) -> int:
+        """Goes on whenever the iteration ends, until somebody else is in."""
+        client, n = self.clients[rank], self.join(rank)
+        while member not in Agreement(client).iterations.read_current().members:
+            assert Agreement(client).ends.wait_for_end(n, within or 10.0), (
+                "anyone who wants in ends the iteration"
+            )
+            n = self.advance(rank)
+        return n
+
+    def elect(self, rank: int) -> int:
+        """Whom a process takes for the coordinator."""
+        return int(self.clients[rank].elect_coordinator(self.world_size, TIMEOUT))
+
+    def dies(self, rank: int) -> None:
+        """The monitor's evidence of a death."""
+        n = self.store.get_global_iteration()
+        Agreement(self.store).ends.log_deaths(n, {self.member(rank): None}, ends=True)
+
+    def member(self, rank: int) -> Member:
+        """The process that holds a rank in the iteration that is on."""
+        return next(member for member in self.members() if member.slot == rank)
+
+    def members(self) -> tuple[Member, ...]:
+        """The processes of the iteration that is on."""
+        current = Agreement(self.store).iterations.read_current()
+        assert current is not None
+        members: tuple[Member, ...] = current.members
+        return members
+
     def pass_time(self, seconds: int, alive: Iterable[int]) -> None:
         """Lets time pass, in which only some ranks send heartbeats; all of them watch the others."""
 
@@ -182,55 +155,7 @@ class Job(AnyJob):
                 Agreement(client).iterations.arrive(current, self.member(rank), rank, self.world_size)
 
 
-class RealJob(AnyJob):
-    """Threads, each with a connection of its own."""
-
-    patience = 60.0
-
-    def __init__(self, connect: Callable[[], StoreMixin]) -> None:
-        self._connect = connect
-        self._started: list[Background] = []
-        super().__init__(connect(), WORLD_SIZE)
-
-    def new_process(self, rank: int) -> StoreMixin:
-        self.clients[rank] = self._connect()
-        return self.clients[rank]
-
-    def each(self, ranks: Iterable[int], act: Callable[[int], Any]) -> dict[int, Any]:
-        threads = {rank: self.start(rank, act) for rank in ranks}
-        self.join_threads()
-        return {rank: thread.result for rank, thread in threads.items()}
-
-    def start(self, rank: int, act: Callable[[int], Any]) -> Background:
-        thread = Background(lambda: _or_error(act, rank))
-        self._started.append(thread)
-        return thread
-
-    def join_threads(self) -> None:
-        """Waits for all that was started."""
-        while self._started:
-            self._started.pop().join()
-
-
-@pytest.fixture(params=["seed 0", *REAL])
-def job(request: pytest.FixtureRequest, etcd_if_any: object) -> Iterator[AnyJob]:
-    """A job of each kind."""
-    if request.param not in REAL:
-        yield Job(int(request.param.removeprefix("seed ")))
-        return
-    with real_store(request.param, request) as connect:
-        job = RealJob(connect)
-        yield job
-        job.join_threads()
-
-
-# On etcd heartbeats are leases: what is read of them moves with each look.
-where_heartbeats_are_counted = pytest.mark.parametrize("job", ["seed 0", "tcp"], indirect=True)
-
-
-def in_many_orders(seeds: Iterable[int] = SEEDS) -> Any:
-    """A job from each seed; and real ones, where the threads choose the order."""
-    return pytest.mark.parametrize("job", [*(f"seed {seed}" for seed in seeds), *REAL], indirect=True)
+in_orders = in_many_orders("job", Job, range(25))
 
 
 # The number
@@ -242,13 +167,6 @@ def test_number_before_and_after_the_first_decision() -> None:
     assert store.increment_global_iteration() == 0  # which decides nothing
     assert Agreement(store).iterations.read_head() is None
     assert Job().store.get_global_iteration() == 0
-
-
-def test_number_is_heads(job: AnyJob) -> None:
-    for n in (1, 2, 3):
-        job.each(range(4), job.advance)
-        head = Agreement(job.store).iterations.read_head()
-        assert head is not None and job.store.get_global_iteration() == head.n == n
 
 
 def test_ready_once_decided() -> None:
@@ -266,14 +184,6 @@ def test_ready_once_decided() -> None:
     scheduler.run()
     assert "iteration 0 was not decided" in task.result and "only the ranks [2] have joined" in task.result
     assert Job().store.wait_for_global_iteration_ready(TIMEOUT) == 0
-
-
-def test_waiting_for_the_next_iteration() -> None:
-    job = Job()
-    waits = job.scheduler.spawn("waits", job.store.clone().wait_for_global_iteration_ready, TIMEOUT, 1)
-    job.each(range(4), job.advance)
-    assert waits.result == 1
-    assert job.one(0, lambda _: job.store.wait_for_global_iteration_ready(TIMEOUT, iteration=0)) == 1
 
 
 def test_waiting_names_who_has_not_left() -> None:
@@ -314,7 +224,7 @@ def test_signal_wakes_those_whom_a_lost_proposer_did_not(signalled: bool) -> Non
     assert (waits.result < 0.2) is signalled
 
 
-def test_nothing_is_ready_that_was_not_decided(job: AnyJob) -> None:
+def test_nothing_is_ready_that_was_not_decided(job: Job) -> None:
     with pytest.raises(ValueError, match=r"iteration=0 .*: none has"):
         FakeStore().signal_global_iteration_ready(0)
     with pytest.raises(ValueError, match=r"iteration=1 .*: the last one is 0"):
@@ -329,7 +239,7 @@ def test_nothing_is_ready_that_was_not_decided(job: AnyJob) -> None:
 # Increments
 
 
-def test_no_increment_while_the_iteration_is_on(job: AnyJob) -> None:
+def test_no_increment_while_the_iteration_is_on(job: Job) -> None:
     assert job.clients[0].increment_global_iteration() == 0
     assert job.store.increment_global_iteration() == 0
 
@@ -341,23 +251,6 @@ def test_no_increment_while_a_live_rank_is_in_the_function() -> None:
     assert job.store.increment_global_iteration() == 0
     job.all_but_propose([3])
     assert job.clients[0].increment_global_iteration() == 1
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_increments_by_several_ranks_move_the_number_once(seed: int) -> None:
-    job = Job(seed)
-    job.all_but_propose(range(4))
-    numbers = job.each(range(4), lambda rank: job.clients[rank].increment_global_iteration())
-    assert set(numbers.values()) == {1} and len(job.heads) == 2
-    assert job.each(range(4), job.join) == dict.fromkeys(range(4), 1)  # and all of them are in it
-
-
-def test_bystander_may_increment_for_those_who_have_left() -> None:
-    job = Job()
-    job.all_but_propose([0, 2, 3])
-    job.dies(1)
-    assert job.store.increment_global_iteration() == 1
-    assert [member.slot for member in job.members()] == [0, 2, 3]
 
 
 def test_bystander_leaves_out_nobody_for_silence() -> None:
@@ -378,13 +271,13 @@ def test_bystander_leaves_out_nobody_for_silence() -> None:
 # Going on
 
 
-@in_many_orders()
-def test_all_ranks_go_on_together(job: AnyJob) -> None:
+@in_orders
+def test_all_ranks_go_on_together(job: Job) -> None:
     for n in (1, 2, 3):
         assert job.each(range(4), job.advance) == dict.fromkeys(range(4), n)
 
 
-def test_first_iteration_of_the_next_call_follows_a_good_end(job: AnyJob) -> None:
+def test_first_iteration_of_the_next_call_follows_a_good_end(job: Job) -> None:
     Agreement(job.store).ends.end_iteration(0, DONE)
     assert set(job.each(range(4), job.advance).values()) == {1}
     head = Agreement(job.store).iterations.read_head()
@@ -392,14 +285,13 @@ def test_first_iteration_of_the_next_call_follows_a_good_end(job: AnyJob) -> Non
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-@in_many_orders(range(5))
-def test_crashed_rank_is_left_out_at_once(job: AnyJob, victim: int) -> None:
+@in_orders
+def test_crashed_rank_is_left_out_at_once(job: Job, victim: int) -> None:
     job.dies(victim)
     others = [rank for rank in range(4) if rank != victim]
     started = job.store.now()
     assert job.each(others, job.advance) == dict.fromkeys(others, 1)
-    if isinstance(job, Job):
-        assert job.store.now() - started < 2.0
+    assert job.store.now() - started < 2.0
     assert [member.slot for member in job.members()] == others
 
 
@@ -428,13 +320,13 @@ def test_rank_that_lives_but_does_not_come_is_left_out_at_the_timeout_and_learns
     assert job.store.get_global_iteration() == 1
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_coordinator_is_killed_while_it_advances(seed: int) -> None:
+def test_coordinator_is_killed_while_it_advances() -> None:
     """At each of its steps; no one is told of its death. It comes back."""
-    step = 1
-    while _coordinator_killed_at(step, seed):
-        step += 1
-    assert step > 10
+    for seed in range(5):
+        step = 1
+        while _coordinator_killed_at(step, seed):
+            step += 1
+        assert step > 10
 
 
 def _coordinator_killed_at(step: int, seed: int) -> bool:
@@ -454,7 +346,7 @@ def _coordinator_killed_at(step: int, seed: int) -> bool:
     return True
 
 
-def test_client_that_has_not_joined_cannot_advance(job: AnyJob) -> None:
+def test_client_that_has_not_joined_cannot_advance(job: Job) -> None:
     for act in (
         lambda s: s.coordinate_global_iteration_advance(4, TIMEOUT),
         lambda s: s.update_coordinator_heartbeat(),
@@ -466,19 +358,13 @@ def test_client_that_has_not_joined_cannot_advance(job: AnyJob) -> None:
 # Who is there
 
 
-def test_active_ranks_are_those_that_live(job: AnyJob) -> None:
+def test_active_ranks_are_those_that_live(job: Job) -> None:
     assert job.store.get_active_ranks_for_coordination(4, TIMEOUT) == {0, 1, 2, 3}
     assert job.store.get_active_ranks_for_coordination(2, TIMEOUT) == {0, 1}
     job.dies(1)
     assert job.store.get_active_ranks_for_coordination(4, TIMEOUT) == {0, 2, 3}
     job.dies(0)  # no rank is active because it is the lowest
     assert job.store.get_active_ranks_for_coordination(4, TIMEOUT) == {2, 3}
-
-
-def test_active_ranks_keep_their_numbers(job: AnyJob) -> None:
-    job.dies(1)
-    job.each([0, 2, 3], job.advance)
-    assert job.store.get_active_ranks_for_coordination(4, TIMEOUT) == {0, 2, 3}
 
 
 def test_silent_ranks_are_not_active_whatever_the_clocks_show() -> None:
@@ -515,7 +401,7 @@ def test_outage_of_the_store_silences_nobody() -> None:
 # The coordinator
 
 
-def test_coordinator_is_the_lowest_live_rank(job: AnyJob) -> None:
+def test_coordinator_is_the_lowest_live_rank(job: Job) -> None:
     assert job.store.get_current_coordinator() == job.elect(3) == 0
     job.dies(0)
     assert job.store.get_current_coordinator() == job.elect(3) == 1
@@ -559,21 +445,9 @@ def test_handover_from_a_coordinator_that_falls_silent() -> None:
     assert all(job.clients[rank].is_coordinator_alive() for rank in (1, 2, 3))
 
 
-def test_coordinator_comes_back_and_takes_over_again() -> None:
-    job = Job()
-    job.dies(0)
-    job.each([1, 2, 3], job.advance)
-    assert job.store.get_current_coordinator() == 1
-    job.new_process(0)
-    back = job.start(0, job.join)
-    assert set(job.each([1, 2, 3], job.advance).values()) == {2} == {back.result}
-    assert job.store.get_current_coordinator() == job.elect(2) == 0
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_two_that_elect_at_once_never_both_move_the_number(seed: int) -> None:
+@in_orders
+def test_two_that_elect_at_once_never_both_move_the_number(job: Job) -> None:
     """Ranks 1 and 2 hear no heartbeat but their own, so each takes itself for the coordinator."""
-    job = Job(seed)
     job.all_but_propose([1, 2])
     for _ in range(2):
         for rank in (1, 2):
@@ -592,8 +466,7 @@ def test_two_that_elect_at_once_never_both_move_the_number(seed: int) -> None:
     assert [member.slot for member in job.members()] == [1, 2]
 
 
-@where_heartbeats_are_counted
-def test_heartbeat_is_a_count_of_the_coordinators_own(job: AnyJob) -> None:
+def test_heartbeat_is_a_count_of_the_coordinators_own(job: Job) -> None:
     before = job.store.get_coordinator_heartbeat()
     job.clients[0].update_coordinator_heartbeat()
     job.clients[0].update_coordinator_heartbeat()
@@ -605,33 +478,11 @@ def test_heartbeat_is_a_count_of_the_coordinators_own(job: AnyJob) -> None:
     )
 
 
-def test_restarting_coordinator_keeps_no_dead_one_alive() -> None:
-    """A crash loop: each process of rank 0 sends heartbeats and dies before it is in."""
-    job = Job()
-    job.pass_time(15, alive=[1, 2, 3])
-    for _ in range(4):
-        process = job.store.clone()
-        Agreement(process).heartbeats.beat_heart(str(Agreement(process).joining.register(0)))
-        job.pass_time(5, alive=[1, 2, 3])
-    assert not job.clients[1].is_coordinator_alive()
-    assert job.elect(1) == 1
-
-
 # Coming back
 
 
-@in_many_orders()
-def test_rank_restarts_before_the_others_have_gone_on(job: AnyJob) -> None:
-    job.new_process(1)  # no one has noticed that the last one died
-    back = job.start(1, job.join)
-    assert job.each([0, 2, 3], job.advance) == dict.fromkeys([0, 2, 3], 1)
-    assert back.result == 1
-    assert job.member(1) == Member(1, 1)
-    assert job.each(range(4), job.advance) == dict.fromkeys(range(4), 2)
-
-
-@in_many_orders()
-def test_rank_restarts_after_the_others_have_gone_on(job: AnyJob) -> None:
+@in_orders
+def test_rank_restarts_after_the_others_have_gone_on(job: Job) -> None:
     job.dies(1)
     job.each([0, 2, 3], job.advance)
     assert (job.store.get_iteration_for_rank(1), job.store.get_global_iteration()) == (0, 1)
@@ -642,10 +493,9 @@ def test_rank_restarts_after_the_others_have_gone_on(job: AnyJob) -> None:
     assert job.store.get_iteration_for_rank(1) == 2
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_rank_restarts_while_the_others_go_on(seed: int) -> None:
+@in_orders
+def test_rank_restarts_while_the_others_go_on(job: Job) -> None:
     """Rank 1 crashes at any step of its advance, and its next process begins at any step of theirs."""
-    job = Job(seed)
     crashes = job.start(1, job.advance)
 
     def again(rank: int) -> int:
@@ -662,22 +512,8 @@ def test_rank_restarts_while_the_others_go_on(seed: int) -> None:
     assert len({*others.values(), back.result}) == 1 and back.result in (1, 2)
 
 
-@in_many_orders()
-def test_two_ranks_restart_at_once(job: AnyJob) -> None:
-    for rank in (0, 2):
-        job.new_process(rank)
-
-    def go_on(rank: int) -> int:
-        job.train_until_in(rank, Member(0, 1))
-        return job.train_until_in(rank, Member(2, 1))
-
-    numbers = job.each(range(4), go_on)
-    assert set(numbers.values()) == {job.store.get_global_iteration()}
-    assert [str(member) for member in job.members()] == ["0:1", "1:0", "2:1", "3:0"]
-
-
-@in_many_orders()
-def test_all_processes_die_and_come_back(job: AnyJob) -> None:
+@in_orders
+def test_all_processes_die_and_come_back(job: Job) -> None:
     job.each(range(4), job.advance)
     for rank in range(4):
         job.new_process(rank)
@@ -686,25 +522,7 @@ def test_all_processes_die_and_come_back(job: AnyJob) -> None:
     assert [member.incarnation for member in job.members()] == [1, 1, 1, 1]
 
 
-def test_rank_beyond_the_first_world_comes_in_later() -> None:
-    scheduler = Scheduler(3)
-    store = FakeStore(scheduler)
-    early = scheduler.spawn("rank 1", store.clone("rank 1").handle_rank_restart, 1, TIMEOUT, rank=1)
-
-    def begin() -> int:
-        client = store.clone("rank 0")
-        scheduler.sleep(10.0)
-        assert client.handle_rank_restart(1, TIMEOUT, rank=0) == 0
-        Agreement(client).ends.wait_for_end(0, seconds=1000.0)
-        return client.coordinate_global_iteration_advance(1, TIMEOUT)
-
-    first = scheduler.spawn("rank 0", begin)
-    scheduler.run()
-    assert first.result == early.result == 1
-    assert store.get_active_ranks_for_coordination(2, TIMEOUT) == {0, 1}
-
-
-def test_older_process_of_a_rank_is_out(job: AnyJob) -> None:
+def test_older_process_of_a_rank_is_out(job: Job) -> None:
     """It was only paused: it acts for no one any more, least of all for its successor."""
     zombie = job.clients[1]
     job.new_process(1)
@@ -720,8 +538,7 @@ def test_older_process_of_a_rank_is_out(job: AnyJob) -> None:
     assert Agreement(job.store).iterations.read_head() == head
 
 
-@where_heartbeats_are_counted
-def test_older_process_of_a_rank_sends_no_heartbeat_of_its_successor(job: AnyJob) -> None:
+def test_older_process_of_a_rank_sends_no_heartbeat_of_its_successor(job: Job) -> None:
     zombie = job.clients[1]
     job.new_process(1)
     job.start(1, job.join)
@@ -729,49 +546,6 @@ def test_older_process_of_a_rank_sends_no_heartbeat_of_its_successor(job: AnyJob
     beats = Agreement(job.store).heartbeats.get_heartbeat(Member(1, 1))
     zombie.update_coordinator_heartbeat()
     assert Agreement(job.store).heartbeats.get_heartbeat(Member(1, 1)) == beats
-
-
-def test_process_whose_rank_a_newer_one_takes_while_it_waits() -> None:
-    job = Job()
-    first = job.start(1, lambda rank: job.new_process(rank).handle_rank_restart(4, TIMEOUT, rank=rank))
-
-    def newer(rank: int) -> int:
-        job.scheduler.sleep(3.0)
-        return job.store.clone("newer").catch_up_restarting_rank(TIMEOUT, rank=rank)
-
-    second = job.start(1, newer)
-
-    def late(rank: int) -> int:
-        job.scheduler.sleep(10.0)
-        return job.advance(rank)
-
-    assert set(job.each([0, 2, 3], late).values()) == {1} == {second.result}
-    assert isinstance(first.result, RestartError) and "slot 1 was taken over by process" in str(first.result)
-
-
-@pytest.mark.parametrize("pause", [60.0, 200.0])
-def test_process_that_is_paused_until_the_others_have_given_it_up(pause: float) -> None:
-    """It wanted in and was let in, but was left out again before it knew: it needs another incarnation."""
-    job = Job()
-    comes_back = pause < TIMEOUT.total_seconds()
-    job.new_process(1)
-    back = job.start(1, job.join)
-
-    def pause_it(client: str, operation: str, args: Sequence[Any]) -> None:
-        if operation == "append" and args[0] == keys.join(0):
-            job.scheduler.pause(back, pause)
-
-    job.store.on_operation(pause_it)
-
-    def go_on(rank: int) -> int:
-        assert [job.advance(rank), job.advance(rank)] == [1, 2]  # with 1:1, then without it
-        return job.train_until_in(rank, Member(1, 2), within=pause) if comes_back else 2
-
-    numbers = set(job.each([0, 2, 3], go_on).values())
-    if comes_back:
-        assert numbers == {3} == {back.result}
-    else:
-        assert isinstance(back.result, TimeoutError) and "the others went on too fast" in str(back.result)
 
 
 def test_nothing_to_catch_up_with() -> None:
@@ -788,90 +562,6 @@ def test_nothing_to_catch_up_with() -> None:
     ) and "slot 1 (process 2) cannot join: the call has completed" in str(error)
 
 
-def test_others_that_do_not_leave_their_iteration_are_named() -> None:
-    job = Job()
-
-    def heart(rank: int) -> Callable[[], None]:
-        def beat() -> None:
-            while True:
-                job.clients[rank].update_coordinator_heartbeat()
-                job.scheduler.sleep(1.0)
-
-        return beat
-
-    for rank in (0, 2, 3):
-        job.scheduler.spawn(f"heart {rank}", heart(rank), daemon=True)
-    job.new_process(1)
-    error = job.one(1, job.join)
-    assert isinstance(error, TimeoutError) and "slots [0, 2, 3] have not left it" in str(error)
-    assert job.each([0, 2, 3], job.advance) == dict.fromkeys([0, 2, 3], 1)  # no one waits for the one gone
-    assert [member.slot for member in job.members()] == [0, 2, 3]
-
-
-def joins(scheduler: Scheduler, store: FakeStore, rank: int, seconds: float = 5.0) -> Task:
-    """A process that takes part in a job of three ranks; its number, or the error that it met."""
-
-    def task() -> Any:
-        try:
-            return store.handle_rank_restart(3, timedelta(seconds=seconds), rank=rank)
-        except (RestartError, DistNetworkError, ConnectionError) as error:
-            return error
-
-    return scheduler.spawn(f"rank {rank}", task)
-
-
-def test_who_gave_up_while_the_job_formed_is_not_in_it() -> None:
-    scheduler = Scheduler()
-    store = FakeStore(scheduler)
-    clients = [store.clone(f"rank {rank}") for rank in range(3)]
-    for ranks, missing in (([0, 1], "[2]"), ([2], "[0, 1]")):
-        tasks = [joins(scheduler, clients[rank], rank) for rank in ranks]
-        scheduler.run()
-        for task in tasks:
-            assert isinstance(task.result, TimeoutError) and f"ranks {missing} of 3 are" in str(task.result)
-    assert Agreement(store).iterations.read_head() is None
-    tasks = [joins(scheduler, client, rank) for rank, client in enumerate(clients)]
-    scheduler.run()
-    assert [task.result for task in tasks] == [0, 0, 0]
-    assert store.get_active_ranks_for_coordination(3, TIMEOUT) == {0, 1, 2}
-
-
-def test_who_fails_once_it_is_in_leaves_the_job() -> None:
-    scheduler = Scheduler()
-    store = FakeStore(scheduler)
-    clients = [store.clone(f"rank {rank}") for rank in range(3)]
-    store.fail("get", keys.roster(0, "*"), client="rank 1")
-    tasks = [joins(scheduler, client, rank) for rank, client in enumerate(clients)]
-    scheduler.run()
-    assert [tasks[0].result, tasks[2].result] == [0, 0]
-    assert isinstance(tasks[1].result, DistNetworkError)
-    assert Agreement(store).ends.outcome_of(0) == FAULT
-    assert store.get_active_ranks_for_coordination(3, TIMEOUT) == {0, 2}
-
-
-def test_error_is_the_first_one_where_the_store_is_gone() -> None:
-    scheduler = Scheduler()
-    store = FakeStore(scheduler)
-    errors = [ConnectionError("first"), ConnectionError("second")]
-
-    def cut(client: str, operation: str, args: Sequence[Any]) -> None:
-        if store.snapshot().get(keys.join(keys.BEFORE_FIRST)) and errors:
-            raise errors.pop(0)
-
-    store.on_operation(cut)
-    task = joins(scheduler, store, 0)
-    scheduler.run()
-    assert isinstance(task.result, ConnectionError) and str(task.result) == "first" and not errors
-
-
-def test_process_that_has_joined_gets_the_number_that_is_on(job: AnyJob) -> None:
-    assert job.join(2) == 0
-    job.each(range(4), job.advance)
-    assert job.join(2) == 1
-    assert job.member(2) == Member(2, 0)  # and was not joined once more
-
-
-@pytest.mark.parametrize("store", ["fake", "tcp", "file", "etcd"], indirect=True)
 def test_clone_is_the_same_process(store: StoreMixin) -> None:
     assert store.handle_rank_restart(1, TIMEOUT, rank=0) == 0
     assert store.coordinate_global_iteration_advance(1, TIMEOUT) == 1
@@ -901,7 +591,7 @@ def test_rank_is_the_environments(monkeypatch: pytest.MonkeyPatch) -> None:
 # Which iteration a rank was in
 
 
-def test_recorded_iteration_of_a_rank(job: AnyJob) -> None:
+def test_recorded_iteration_of_a_rank(job: Job) -> None:
     for _ in range(3):
         job.each(range(4), job.advance)
     assert [job.store.get_iteration_for_rank(rank) for rank in range(4)] == [3] * 4  # by coordinate_...
@@ -913,15 +603,15 @@ def test_recorded_iteration_of_a_rank(job: AnyJob) -> None:
     assert job.store.get_iteration_for_rank(17) == 3
 
 
-def test_no_number_is_recorded_that_head_has_not_reached(job: AnyJob) -> None:
+def test_no_number_is_recorded_that_head_has_not_reached(job: Job) -> None:
     for wrong in (1, -1):
         with pytest.raises(ValueError, match=f"iteration={wrong} of rank 2 must lie in 0..0"):
             job.store.record_iteration_for_rank(2, wrong)
     assert job.store.get_iteration_for_rank(2) == 0
 
 
-@in_many_orders()
-def test_the_highest_of_records_made_at_once_stays(job: AnyJob) -> None:
+@in_orders
+def test_the_highest_of_records_made_at_once_stays(job: Job) -> None:
     for _ in range(3):
         job.each(range(4), job.advance)
     job.store.delete_key(keys.last_iteration(0))
@@ -929,23 +619,7 @@ def test_the_highest_of_records_made_at_once_stays(job: AnyJob) -> None:
     assert job.store.get_iteration_for_rank(0) == 3
 
 
-def test_record_that_another_one_comes_before() -> None:
-    job = Job()
-    for _ in range(3):
-        job.each(range(4), job.advance)
-    job.store.delete_key(keys.last_iteration(0))
-    job.store.record_iteration_for_rank(0, 0)
-
-    def come_before(client: str, operation: str, args: Sequence[Any]) -> None:
-        if client == "rank 3" and operation == "compare_set" and args[1] == "0":
-            job.store.record_iteration_for_rank(0, 2)
-
-    job.store.on_operation(come_before)
-    job.clients[3].record_iteration_for_rank(0, 3)
-    assert job.store.get_iteration_for_rank(0) == 3
-
-
-def test_garbage_in_a_record_names_its_key(job: AnyJob) -> None:
+def test_garbage_in_a_record_names_its_key(job: Job) -> None:
     job.store.set(keys.last_iteration(1), "three")
     for act in (
         lambda: job.store.get_iteration_for_rank(1),
@@ -958,7 +632,7 @@ def test_garbage_in_a_record_names_its_key(job: AnyJob) -> None:
 # Inside a wrapped function
 
 
-def test_store_of_an_iteration_speaks_of_the_whole_job(job: AnyJob) -> None:
+def test_store_of_an_iteration_speaks_of_the_whole_job(job: Job) -> None:
     job.each(range(4), job.advance)
     store = PrefixStore(1, job.store)
     assert store.get_global_iteration() == store.increment_global_iteration() == 1
@@ -986,7 +660,7 @@ def test_job_of_the_wrapper_is_joined_by_the_wrapper_only() -> None:
         Agreement(Job().store).joining.agree_on_terms(0, 0, {"function": "train"})
 
 
-def test_wrapped_function_cannot_join_or_leave_by_itself(job: AnyJob) -> None:
+def test_wrapped_function_cannot_join_or_leave_by_itself(job: Job) -> None:
     store, before = PrefixStore(0, job.clients[1]), contents(job.store)
     for act, why in (
         (lambda: store.handle_rank_restart(4, TIMEOUT, rank=1), "the wrapper has joined"),
