@@ -24,6 +24,7 @@ from typing import TextIO
 import psutil
 import pytest
 from support.ends import ENDS
+from support.nightly import at_night
 from support.warm_ftrun import run_python, start_python
 
 from ft_wrapper import events
@@ -595,7 +596,7 @@ def test_report() -> None:
 # Signals -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGQUIT"])
+@pytest.mark.parametrize("name", ["SIGTERM", *at_night("one signal runs always", ["SIGINT", "SIGQUIT"])])
 def test_signals_reach_all_ranks(launch: Launch, name: str) -> None:
     job = launch(2)
     for rank in job.ranks.values():
@@ -638,9 +639,16 @@ def test_other_signals_on_request(launch: Launch) -> None:
     assert job.end()[0] == 128 + signal.SIGUSR1
 
 
-@pytest.mark.parametrize("name", ["SIGUSR1", "SIGUSR2"])
-@pytest.mark.parametrize("policy", ["rank", "group"])
-@pytest.mark.parametrize("standby", [False, True])
+@pytest.mark.parametrize(
+    ("name", "policy", "standby"),
+    [
+        *(("SIGUSR1", "rank", True), ("SIGUSR2", "group", False)),
+        *at_night(
+            "each signal, policy and template runs always",
+            [("SIGUSR2", "rank", True), ("SIGUSR1", "group", False), ("SIGUSR1", "rank", False)],
+        ),
+    ],
+)
 def test_notices_reach_who_handles_them_and_end_nothing(
     launch: Launch, monkeypatch: pytest.MonkeyPatch, name: str, policy: str, standby: bool
 ) -> None:

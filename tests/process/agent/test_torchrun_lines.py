@@ -102,19 +102,19 @@ def all_of(options: Options) -> dict[str, object]:
 
 
 @pytest.mark.usefixtures("own_specs")
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.option}, {form.how}")
-def test_each_form_means_the_same(form: Form, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_form_means_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "x.py"
     script.touch()
-    (long,) = (other for other in FORMS if (other.option, other.how) == (form.option, "long"))
-    found = said(form, script, monkeypatch)
-    assert all_of(found) == all_of(said(long, script, monkeypatch))
-    if form.dest in EFFECTS:
-        assert EFFECTS[form.dest](found)
-    elif form.dest in NO_DIFFERENCE:
-        assert all_of(found) == all_of(said(Form("", "", ""), script, monkeypatch))
-    warned = form.dest in WARNED_OF or form.dest not in EFFECTS.keys() | NO_DIFFERENCE
-    assert [form.option in warning for warning in found.warnings] == [True] * warned
+    for form in FORMS:
+        (long,) = (other for other in FORMS if (other.option, other.how) == (form.option, "long"))
+        found = said(form, script, monkeypatch)
+        assert all_of(found) == all_of(said(long, script, monkeypatch)), form
+        if form.dest in EFFECTS:
+            assert EFFECTS[form.dest](found), form
+        elif form.dest in NO_DIFFERENCE:
+            assert all_of(found) == all_of(said(Form("", "", ""), script, monkeypatch)), form
+        warned = form.dest in WARNED_OF or form.dest not in EFFECTS.keys() | NO_DIFFERENCE
+        assert [form.option in warning for warning in found.warnings] == [True] * warned, form
 
 
 def test_forms_are_of_all_options_that_do_not_end_it() -> None:

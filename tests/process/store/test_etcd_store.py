@@ -511,18 +511,19 @@ OPERATIONS: dict[str, Callable[[EtcdStore], object]] = {
 }
 
 
-@pytest.mark.parametrize("what", OPERATIONS)
-def test_whoever_outlives_the_job_is_told(etcd: EtcdServer, make: Make, what: str) -> None:
-    old = make(etcd.endpoints)
-    old.add("n", 1)
-    old.remove()
-    with pytest.raises(StoreError, match="the job's keys are gone"):
-        OPERATIONS[what](old)
-    new = make(etcd.endpoints)  # another job, of the same prefix
-    new.set("k", "theirs")
-    with pytest.raises(StoreError, match="the job's keys are gone"):
-        OPERATIONS[what](old)
-    assert new.get("k") == b"theirs" and new.num_keys() == 1
+def test_whoever_outlives_the_job_is_told(etcd: EtcdServer, make: Make) -> None:
+    for operation in OPERATIONS.values():
+        old = make(etcd.endpoints)
+        old.add("n", 1)
+        old.remove()
+        with pytest.raises(StoreError, match="the job's keys are gone"):
+            operation(old)
+        new = make(etcd.endpoints)  # another job, of the same prefix
+        new.set("k", "theirs")
+        with pytest.raises(StoreError, match="the job's keys are gone"):
+            operation(old)
+        assert new.get("k") == b"theirs" and new.num_keys() == 1
+        new.remove()
 
 
 @pytest.mark.parametrize("key", ["k", f"{names.WAKE}k"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import signal
@@ -63,19 +64,24 @@ def connect(host: SilentHost) -> Iterator[Connect]:
         client.close()
 
 
-@pytest.mark.parametrize("what", OPERATIONS)
-def test_no_call_outlasts_the_host(host: SilentHost, connect: Connect, what: str) -> None:
-    store = connect()
-    store.set("k", "v")
-    store.get("k")
-    host.lose_power()
+def test_no_call_outlasts_the_host(host: SilentHost, connect: Connect) -> None:
+    """Each operation is in a client of its own, all at once."""
 
-    def twice() -> None:  # what is not answered may seem to succeed
-        OPERATIONS[what](store)
+    def twice(store: TCPStore, operation: Callable[[TCPStore], object]) -> None:
+        operation(store)  # what is not answered may seem to succeed
         store.add("n", 1)
 
-    with pytest.raises(StoreError, match=LOST):
-        Background(twice).join()
+    stores = [connect() for _ in OPERATIONS]
+    for store in stores:
+        store.set("k", "v")
+        store.get("k")
+    host.lose_power()
+    calls = [
+        Background(functools.partial(twice, *each)) for each in zip(stores, OPERATIONS.values(), strict=True)
+    ]
+    for call in calls:
+        with pytest.raises(StoreError, match=LOST):
+            call.join()
 
 
 WAITS: dict[str, Callable[[TCPStore], object]] = {
@@ -86,19 +92,21 @@ WAITS: dict[str, Callable[[TCPStore], object]] = {
 }
 
 
-@pytest.mark.parametrize("what", WAITS)
-def test_a_wait_that_is_out_ends_with_the_host(host: SilentHost, connect: Connect, what: str) -> None:
+def test_a_wait_that_is_out_ends_with_the_host(host: SilentHost, connect: Connect) -> None:
     """It may be out for as long as it likes while the host lives."""
-    store = connect()
-    store.set_timeout(LONG)
-    waiter = store.clone()
-    waiting = Background(lambda: WAITS[what](waiter))
-    store.add("n", 1)
+    waiting = {}
+    for what, wait in WAITS.items():
+        store = connect()
+        store.set_timeout(LONG)
+        waiter = store.clone()
+        waiting[what] = waiter, Background(functools.partial(wait, waiter))
+        store.add("n", 1)
     host.lose_power()
-    error = "timed out" if what == "torch's own" else LOST
-    with pytest.raises((StoreError, RuntimeError), match=error):
-        waiting.join()
-    waiter.close()
+    for what, (waiter, call) in waiting.items():
+        error = "timed out" if what == "torch's own" else LOST
+        with pytest.raises((StoreError, RuntimeError), match=error):
+            call.join()
+        waiter.close()
 
 
 def test_no_connection_is_made_to_a_lost_host(host: SilentHost, connect: Connect) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from rank_harness import SETTINGS, Job, Rank, await_end
+from support.nightly import at_night
 
 from ft_wrapper import CallWrapper, FrozenState, Wrapper
 from ft_wrapper.abort import Abort
@@ -41,7 +42,13 @@ def dies(rank: Rank, kind: str, victim: int) -> Any:
 DEATHS = {"sigkill": -9, "exit": 1, "sigterm": -15, "segfault": -11, "abort": -6}
 
 
-@pytest.mark.parametrize(("kind", "victim"), [*((kind, 1) for kind in DEATHS), ("sigkill", 0)])
+@pytest.mark.parametrize(
+    ("kind", "victim"),
+    [
+        *(("sigkill", 1), ("exit", 1), ("sigkill", 0)),
+        *at_night("two kinds of death run always", [(kind, 1) for kind in ("sigterm", "segfault", "abort")]),
+    ],
+)
 def test_a_dead_process_is_gone_on_without(job: Job, kind: str, victim: int) -> None:
     job.start(3, dies, kind, victim)
     others = [slot for slot in range(3) if slot != victim]

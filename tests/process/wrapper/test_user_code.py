@@ -11,6 +11,7 @@ import psutil
 import pytest
 import torch
 from rank_harness import SETTINGS, Job, Rank, with_limits
+from support.nightly import at_night
 
 from ft_wrapper import CallWrapper, FrozenState, Wrapper, health_check
 from ft_wrapper.exception import JobAbort, RankShouldRestart
@@ -85,7 +86,7 @@ def forks(rank: Rank, end: str, nested: bool) -> Any:
 FORKED = {"returns": 0, "exits": 0, "exits with 3": 3, "gives up": 1}
 
 
-@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("nested", [False, *at_night("one child runs always", [True])])
 @pytest.mark.parametrize("end", ["returns", "exits", "exits with 3", "exits with words", "raises"])
 def test_a_forked_child_is_not_the_rank(job: Job, end: str, nested: bool) -> None:
     job.start(2, forks, end, nested)
