@@ -47,6 +47,14 @@ class Relay:
         class Handler(http.server.BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
+            def setup(self) -> None:
+                super().setup()
+                relay._lines.add(self.connection)
+
+            def finish(self) -> None:
+                relay._lines.discard(self.connection)
+                super().finish()
+
             def do_POST(self) -> None:
                 relay._serve(self)
 
@@ -54,8 +62,9 @@ class Relay:
                 pass
 
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
+        self._server.daemon_threads = False  # closing the server waits for them
         self._open: set[socket.socket] = set()
+        self._lines: set[socket.socket] = set()
         self.endpoint = f"127.0.0.1:{self._server.server_address[1]}"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
         self._thread.start()
@@ -82,12 +91,15 @@ class Relay:
         """Ends it, and all connections to it."""
         self._server.shutdown()
         self._thread.join()
-        self.cut_watches()
-        self._server.server_close()
+        self._cut(self._open | self._lines)
+        self._server.server_close()  # and its threads end, with their descriptors
 
     def cut_watches(self) -> None:
         """Ends all watches that are on."""
-        for line in list(self._open):
+        self._cut(self._open)
+
+    def _cut(self, lines: set[socket.socket]) -> None:
+        for line in list(lines):
             with contextlib.suppress(OSError):
                 line.shutdown(socket.SHUT_RDWR)
 
