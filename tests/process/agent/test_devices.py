@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from agent_job import FtRun
+from support.nightly import at_night
 from test_nodes import Cluster, pids_of
 
 from ft_wrapper.exception import RestartAbort
@@ -109,7 +110,10 @@ def run(tmp_path: Path, nproc: int, devices: int, plan: Plan) -> dict[int, list[
 # In a job ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("nproc", "devices", "seed"), [(3, 2, 1), (4, 2, 2), (5, 3, 3), (4, 3, 4)])
+@pytest.mark.parametrize(
+    ("nproc", "devices", "seed"),
+    [(4, 2, 2), *at_night("one runs always", [(3, 2, 1), (5, 3, 3), (4, 3, 4)])],
+)
 def test_whoever_steps_in_has_a_device_that_no_active_rank_has(
     tmp_path: Path, nproc: int, devices: int, seed: int
 ) -> None:

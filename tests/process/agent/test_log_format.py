@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from agent_job import FtRun
 from support.etcd_users import require_login
+from support.nightly import at_night
 
 from ft_wrapper.agent.process import Job
 from ft_wrapper.log_lines import FORMAT_ENV, choose_format
@@ -53,7 +54,7 @@ def objects(said: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in said.splitlines() if "] [c10d] " not in line]
 
 
-@pytest.mark.parametrize("how", ["option", "variable"])
+@pytest.mark.parametrize("how", ["option", *at_night("the option runs always", ["variable"])])
 def test_each_line_is_an_object(tmp_path: Path, script: str, how: str) -> None:
     options = ["--log-format", "json"] if how == "option" else []
     environment = {} if how == "option" else {FORMAT_ENV: "json"}

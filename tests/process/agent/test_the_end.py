@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 from agent_job import FtRun, all_gone, await_that
+from support.nightly import at_night
 from test_nodes import CONF, WRAPPED, Cluster
 
 WITHIN = 10.0
@@ -30,7 +31,7 @@ JOB = """
 """
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL", *at_night("SIGTERM runs always", ["SIGINT"])])
 def test_nothing_is_left(tmp_path: Path, name: str) -> None:
     folder = tmp_path / "job"
     script = tmp_path / "script.py"
@@ -63,8 +64,13 @@ NOTING = """
 """
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
-@pytest.mark.parametrize("to_all", [False, True])
+@pytest.mark.parametrize(
+    ("name", "to_all"),
+    [
+        ("SIGTERM", True),
+        *at_night("SIGTERM to all runs always", [("SIGTERM", False), ("SIGHUP", True), ("SIGHUP", False)]),
+    ],
+)
 def test_ranks_get_a_signal_once(tmp_path: Path, name: str, to_all: bool) -> None:
     """As a step of SLURM's: its signals go to each process."""
     folder, script = tmp_path / "job", tmp_path / "script.py"

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from agent_job import FtRun, await_that, send
+from support.nightly import at_night
 from test_nodes import WRAPPED, Cluster
 from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError
@@ -111,7 +112,16 @@ def drawn_failures() -> list[tuple[str, ...]]:
     return [*drawn, ("SIGSEGV", "spare", "in", "1", "alone", "1")]
 
 
-@pytest.mark.parametrize("case", drawn_failures(), ids="-".join)
+DRAWN = drawn_failures()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *DRAWN[::3],
+        *at_night("every third runs always", [(each,) for each in DRAWN if each not in DRAWN[::3]]),
+    ],
+)
 def test_a_failure_counts_from_the_end_of_the_last_call_on(tmp_path: Path, case: tuple[str, ...]) -> None:
     *arguments, nodes = case
     when = arguments[2]
@@ -258,7 +268,17 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("case", ROWS)
+AT_NIGHT = {"done on both", "stopped", "raises again and again", "killed again and again before it begins"}
+AT_NIGHT |= {"too few are left", "drained", "raises again and again, two nodes"}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(case for case in ROWS if case not in AT_NIGHT),
+        *at_night("a row like it runs always", sorted(AT_NIGHT)),
+    ],
+)
 def test_each_row_of_the_table(tmp_path: Path, case: str) -> None:
     row = ROWS[case]
     count = len(row.codes)
@@ -378,7 +398,16 @@ GOINGS = {
 }
 
 
-@pytest.mark.parametrize("case", GOINGS)
+ALWAYS = ("lost in the export", "lost once it was done", "the host is lost", "drained too late, and fails")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *ALWAYS,
+        *at_night("four ways to go run always", [case for case in GOINGS if case not in ALWAYS]),
+    ],
+)
 def test_what_a_node_that_went_had_to_do_is_lost_unless_it_has_said_otherwise(
     tmp_path: Path, case: str
 ) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
+from support.nightly import at_night
 
 from ft_wrapper.live import wire
 from ft_wrapper.live.wire import Ballot
@@ -37,7 +38,9 @@ def vote(threads: ThreadPoolExecutor, one: Ballot, *values: int) -> Future[wire.
     return threads.submit(one.vote, (values[0], values[1], values[2]))
 
 
-@pytest.mark.parametrize("size", range(1, 12))
+@pytest.mark.parametrize(
+    "size", [1, 2, 3, 4, 7, *at_night("small and odd ones run always", [5, 6, 8, 9, 10, 11])]
+)
 def test_the_least_of_each_value(size: int) -> None:
     choose = random.Random(size)
     with opened(size) as (ballots, threads):
@@ -48,7 +51,9 @@ def test_the_least_of_each_value(size: int) -> None:
             assert [one.result(30) for one in votes] == [least] * size
 
 
-@pytest.mark.parametrize("size", range(1, 18))
+@pytest.mark.parametrize(
+    "size", [1, 2, 3, 4, 7, 17, *at_night("some of each kind run always", [5, 6, *range(8, 17)])]
+)
 def test_all_hear_what_rank_0_tells(size: int) -> None:
     choose = random.Random(size)
     said = [choose.randbytes(choose.choice([0, 1, 4096, 3 << 20])) for _ in range(8)]
@@ -72,7 +77,7 @@ def test_rank_0_waits_for_none() -> None:
         assert ballots[2].tell(b"") == b"says it"
 
 
-@pytest.mark.parametrize("size", range(2, 9))
+@pytest.mark.parametrize("size", [2, 3, 5, *at_night("small ones run always", [4, 6, 7, 8])])
 def test_a_vote_ends_nowhere_without_one(size: int) -> None:
     def votes_and_leaves(one: Ballot) -> None:
         with contextlib.closing(one):

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_harness import SETTINGS, Job, Rank
+from support.nightly import at_night
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
@@ -190,8 +191,13 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("faults", FAULTS, ids=["two kills", "exceptions, a kill"])
+@pytest.mark.parametrize(
+    ("kind", "faults"),
+    [
+        *zip(KINDS, FAULTS, strict=True),
+        *at_night("each kind and each fault runs always", zip(KINDS, reversed(FAULTS), strict=True)),
+    ],
+)
 def test_the_same_losses_as_without_faults(
     job: Job, tmp_path: Path, kind: str, faults: dict[str, str]
 ) -> None:

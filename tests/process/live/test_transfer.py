@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from support.apart import apart
+from support.nightly import at_night
 
 from ft_wrapper.live import wire
 from ft_wrapper.live.plan import Route
@@ -381,7 +382,7 @@ def at_piece(number: int, do: Callable[[], object]) -> Callable[[str], None]:
 
 
 @pytest.mark.parametrize("lost", [0, 1], ids=["holder", "receiver"])
-@pytest.mark.parametrize("piece", [1, 3, 20])
+@pytest.mark.parametrize("piece", [3, *at_night("one piece runs always", [1, 20])])
 def test_a_rank_is_killed(lost: int, piece: int) -> None:
     ranks = Ranks([Route(1, (0,))], [state_of(1, LARGE), None])
     ranks.at[lost] = at_piece(piece, lambda: os.kill(os.getpid(), signal.SIGKILL))
