@@ -31,19 +31,19 @@ FINAL = re.compile(r"^final weights sha256 [0-9a-f]{64}  loss \d+\.\d+  steps \d
 pytestmark = pytest.mark.timeout(600)
 
 
-def load(name: str, folder: Path = EXAMPLES) -> types.ModuleType:
-    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
+def load(name: str) -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     before = set(sys.modules)
     sys.modules[name] = module  # dataclasses look themselves up there
     path = list(sys.path)
-    sys.path.insert(0, str(folder))  # as when it runs as a program
+    sys.path.insert(0, str(EXAMPLES))  # as when it runs as a program
     try:
         spec.loader.exec_module(module)
     finally:
         sys.path[:] = path
-        for imported in {name, "committed", "launcher", "scrapes", "table"} - before:
+        for imported in {name, "committed", "launcher", "table"} - before:
             sys.modules.pop(imported, None)
     return module
 
@@ -552,8 +552,6 @@ def test_a_demo_that_is_stopped_leaves_nothing_behind(signum: signal.Signals, tm
 
 # kill_and_rejoin.py ------------------------------------------------------------------------------------
 
-kill_and_rejoin = load("kill_and_rejoin", SOAK)
-
 
 @pytest.mark.parametrize(
     "live",
@@ -574,53 +572,7 @@ def test_ranks_that_are_killed_and_come_back_lose_nothing(live: tuple[str, ...])
     assert ("0 of them done again" in result.stdout) == bool(live)
 
 
-def test_a_number_that_is_used_twice_is_found() -> None:
-    def enter(iteration: int, rank: int, slot: int, pid: int) -> dict[str, int]:
-        return {"iteration": iteration, "rank": rank, "slot": slot, "pid": pid}
-
-    good = [enter(0, 0, 0, 10), enter(0, 1, 1, 11), enter(2, 0, 1, 11), enter(2, 1, 0, 12)]
-    assert kill_and_rejoin.used_twice(good) == []
-    assert kill_and_rejoin.used_twice([*good, enter(2, 1, 2, 13)]) == ["rank 1 entered iteration 2 2 times"]
-    assert kill_and_rejoin.used_twice([*good, enter(2, 2, 0, 13)]) == ["slot 0 entered iteration 2 2 times"]
-    assert kill_and_rejoin.used_twice([*good, enter(1, 0, 0, 12)]) == ["process 12 entered 1 after 2"]
-
-
-def test_what_grows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Store:
-        def __init__(self, *_: object) -> None:
-            self.keys = 0
-
-        def num_keys(self) -> int:
-            self.keys += 1
-            return self.keys
-
-        def close(self) -> None:
-            pass
-
-    class Job:
-        port, running = 0, {}
-
-    class Training:
-        launcher = Job()
-
-    monkeypatch.setattr(kill_and_rejoin, "TCPStore", Store)
-    clock = types.SimpleNamespace(monotonic=iter(range(1000)).__next__)
-    monkeypatch.setattr(kill_and_rejoin, "time", clock)
-    samples = kill_and_rejoin.Samples(Training(), 0)
-    for _ in range(9):
-        samples.take()
-    assert samples.growth()[1] == []
-    monkeypatch.setattr(kill_and_rejoin, "MORE_KEYS", 4)
-    rows, grown = samples.growth()
-    assert rows[0] == ["store: keys", "2", "8", "9"]
-    assert grown == ["store: keys grew from 2 to 8"]
-
-
 # kill_nodes.py -----------------------------------------------------------------------------------------
-
-sys.modules["kill_and_rejoin"] = kill_and_rejoin
-kill_nodes = load("kill_nodes", SOAK)
-del sys.modules["kill_and_rejoin"]
 
 
 @pytest.mark.nightly(
@@ -634,64 +586,6 @@ def test_a_node_that_is_lost_and_comes_back_loses_nothing() -> None:
     assert "the same weights, bit for bit" in result.stdout
     assert "node lost, " in result.stdout
     assert "node 1 is started again" in result.stdout
-
-
-def test_a_node_is_lost_with_all_that_it_has_started() -> None:
-    """Also with those whose parents have died meanwhile."""
-    command = [sys.executable, "-c", "import subprocess as s; s.run('sleep 1000 & exit', shell=True)", ""]
-    with open(os.devnull, "wb") as output:
-        node = kill_nodes.Node("1", command, output.fileno(), {})
-        node.start()
-        assert node.process is not None
-        node.process.wait()
-        (orphan,) = node.processes()
-        assert orphan.pid != node.process.pid
-        assert node.lose(wholly=True) == []
-        assert not orphan.is_running()
-
-
-def test_the_faults_in_the_function_depend_on_the_seed_alone() -> None:
-    specs = kill_nodes.faults(3, 1.0, 3)
-    assert specs == kill_nodes.faults(3, 1.0, 3) != kill_nodes.faults(4, 1.0, 3)
-    assert len({spec.iteration for spec in parse_faults(specs)}) == 60 // kill_nodes.FAULT_EVERY
-
-
-def test_metrics_that_make_no_sense_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("prometheus_client")
-    scrapes = load("scrapes", SOAK)
-    said: list[str | Exception] = []
-
-    def read(port: int) -> str:
-        text = said.pop(0)
-        if isinstance(text, Exception):
-            raise text
-        return text
-
-    monkeypatch.setattr(scrapes, "read", read)
-    found = scrapes.Scrapes()
-
-    def take(text: str | Exception, agent: int = 1, **how: bool) -> int:
-        """Returns how many more things are wrong."""
-        before = len(found.wrong)
-        said.append(text)
-        found.take(agent, 9464, **how)
-        return len(found.wrong) - before
-
-    def restarts(died: int, hung: int) -> str:
-        lines = ["# TYPE ft_wrapper_restarts_total counter", f"ft_wrapper_ranks {died - hung}"]
-        lines += [f'ft_wrapper_restarts_total{{cause="terminated"}} {died}']
-        lines += [f'ft_wrapper_restarts_total{{cause="soft_timeout"}} {hung}']
-        return "\n".join(lines) + "\n"
-
-    assert take(restarts(3, 1)) == 0
-    assert take(restarts(3, 4)) == 0, "a gauge may go down"
-    assert take(restarts(1, 0), agent=2) == 0, "another agent begins at 0"
-    assert (found.count, found.restarts()) == (3, 7 + 1)
-    assert take(restarts(2, 4)) == 1
-    assert take("# TYPE ft_wrapper_ranks gauge\n") == 2, "both are gone"
-    assert take("ft_wrapper_ranks{ 1\n") == 1
-    assert take(ConnectionRefusedError(), is_starting=True) == 0
-    assert take(ConnectionRefusedError()) == 1
 
 
 # ddp_before.py, ddp_after.py ---------------------------------------------------------------------------

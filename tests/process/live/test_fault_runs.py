@@ -149,41 +149,19 @@ def test_a_step_lost_is_seen(story: Story) -> None:
     assert story.judge().wrong == ["1 steps were lost"]
 
 
-@pytest.mark.parametrize(("digests", "count"), [(("same", "other"), 2), (("other", "other"), 2)])
-def test_other_bits_are_seen(story: Story, digests: tuple[str, str], count: int) -> None:
-    story.recovery(1, 10, 11, step=1)
-    story.finish(1, 10, digest=digests[0])
-    story.finish(1, 10, 11, digest=digests[1])
-    assert story.judge().wrong == [f"{count} different digests"]
-
-
-def test_a_rank_that_did_not_finish_is_seen(story: Story) -> None:
-    story.recovery(1, 10, 11, step=1)
-    story.finish(1, 10)
-    assert story.judge().wrong == ["iteration 1 was the last, and finished on ranks [0] only"]
-
-
-def test_an_end_after_too_few_steps_is_seen(story: Story) -> None:
-    story.recovery(1, 10, 11, step=1)
-    story.finish(1, 10, 11, step=STEPS - 1)
-    assert story.judge().wrong == [f"finished after other steps than {STEPS}"]
-
-
-def test_a_needless_checkpoint_is_seen(story: Story) -> None:
-    story.recovery(1, 10, 12, rung="CHECKPOINT")
-    story.finish(1, 10, 12)
-    assert story.judge().wrong == ["iteration 1 went down the ladder, and need not have"]
-
-
-def test_a_checkpoint_is_right_if_all_holders_are_lost(story: Story) -> None:
-    story.fault(0, 10, point="in update")
-    story.fault(0, 11, kind="sigkill")
-    story.recovery(1, 10, 12, rung="CHECKPOINT")
+def test_what_is_wrong_is_seen(story: Story) -> None:
+    story.commits(0, 2, 10)
+    story.recovery(1, 10, 12, rung="CHECKPOINT", step=0)
     story.commits(1, 1, 10, 12)
-    story.finish(1, 10, 12)
-    verdict = story.judge()
-    assert verdict.wrong == []
-    assert verdict.restored == 1 and verdict.again == 0
+    story.say("fault", 1, 10, kind="EXCEPTION")
+    story.finish(1, 10, digest="other", step=STEPS - 1)
+    assert set(story.judge().wrong) >= {
+        "2 different digests",
+        "iteration 1 was the last, and finished on ranks [0] only",
+        f"finished after other steps than {STEPS}",
+        "iteration 1 went down the ladder, and need not have",
+        "an exception was raised that is not ours",
+    }
 
 
 def test_going_on_from_no_one_is_seen(story: Story) -> None:
@@ -191,29 +169,6 @@ def test_going_on_from_no_one_is_seen(story: Story) -> None:
     story.recovery(1, 10, 12, step=1)
     story.finish(1, 10, 12)
     assert story.judge().wrong == ["iteration 1 went on without a holder of some shard"]
-
-
-def test_who_was_away_while_the_others_went_on_holds_nothing(story: Story) -> None:
-    story.recovery(1, 10, 12, step=1)
-    story.commits(1, 2, 10, 12)
-    story.fault(1, 10, kind="sigkill")
-    story.fault(1, 12, kind="sigkill")
-    story.recovery(2, 11, 13, rung="CHECKPOINT")
-    story.commits(2, 1, 11, 13)
-    story.finish(2, 11, 13)
-    assert story.judge().wrong == []
-    story.records = [
-        record | {"rung": "PEERS"} if record["event"] == "planned" else record for record in story.records
-    ]
-    assert "iteration 2 went on without a holder of some shard" in story.judge().wrong
-
-
-def test_an_exception_that_is_not_ours_is_seen(story: Story) -> None:
-    story.recovery(1, 10, 11, step=1)
-    story.say("fault", 1, 10, kind="EXCEPTION")
-    story.recovery(2, 10, 11, step=1)
-    story.finish(2, 10, 11)
-    assert story.judge().wrong == ["an exception was raised that is not ours"]
 
 
 def test_events_belong_to_the_run_whose_iteration_it_is() -> None:
