@@ -29,7 +29,7 @@ SCRIPT = """
     import json, os, signal, socket, sys, time
     import torch.distributed as dist
     from ft_wrapper import CallWrapper, Limits, Wrapper
-    from ft_wrapper.rank_assignment import Layer, LayerFlag, Tree
+    from ft_wrapper.rank_assignment import ActivateAllRanks, Layer, LayerFlag, Tree
     from ft_wrapper.torch_groups import device
 
     folder, plan = sys.argv[1], json.loads(sys.argv[2])
@@ -136,10 +136,10 @@ def test_exceptions_move_nobody(tmp_path: Path) -> None:
 
 
 def test_an_active_rank_without_a_device_leaves_and_the_others_go_on(tmp_path: Path) -> None:
-    """The code says more than ftrun was told. A new process would fare no better, so there is none."""
+    """The code's assignment has more active ranks than ftrun says. A new process would fare no better."""
     noted = tmp_path / "noted"
     noted.mkdir()
-    source = script("{'active_world_size': 3, 'min_world_size': 2}") + "\ndevice._LOOKS = 5\ntrain()\n"
+    source = script("{'rank_assignment': ActivateAllRanks(), 'min_world_size': 2}") + "\ndevice._LOOKS = 5\ntrain()\n"
     (tmp_path / "script.py").write_text(source.replace("\ntrain()\n", "\n", 1))
     options = ["--nproc-per-node", "3", "--active-world-size", "2", "--devices-per-node", "2"]
     with FtRun(tmp_path / "job", *options, str(tmp_path / "script.py"), str(noted), "[]") as job:

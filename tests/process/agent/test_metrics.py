@@ -27,7 +27,7 @@ parser = pytest.importorskip("prometheus_client.parser", reason="prometheus-clie
 
 ROOT = Path(__file__).resolve().parents[3]
 MONITORING = ROOT / "examples" / "monitoring"
-JOB = ROOT / "tests" / "goodput" / "goodput_job.py"
+JOB = ROOT / "tests" / "process" / "goodput" / "goodput_job.py"
 NAMES = re.compile(r"\bft_wrapper_\w+")
 PROMTOOL = shutil.which("promtool")
 needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed (Debian: prometheus)")
