@@ -1,0 +1,59 @@
+"""The benchmarks run to their end, small, and print their tables. What they measure is tested elsewhere."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+CONTEXTS = (
+    *("no_grad", "set_grad_enabled", "decorated_with_no_grad", "evaluation", "cudnn_flags", "patch_dict"),
+    *("sdpa_kernel", "semaphore", "semaphore_and_finally", "semaphore_in_a_generator_manager"),
+    *("default_dtype", "flop_counter_mode", "fake_tensors", "inference_mode", "default_device", "vmap"),
+    *("saved_tensor_hooks", "parametrize_cached", "func_grad", "func_jvp", "amp", "detect_anomaly"),
+    *("multithreaded_backward", "mkldnn_flags"),
+)
+NIGHTLY = pytest.mark.nightly("what they measure is tested in tests/process always")
+
+
+def run(folder: Path, name: str, *options: str, limit: float = 250.0) -> str:
+    """What a benchmark prints."""
+    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *options]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=limit)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@NIGHTLY
+def test_goodput_goes_through_a_fault_of_each_kind(tmp_path: Path) -> None:
+    options = ["--only", "ft_wrapper", "--at-once", "--ranks", "2", "--step", "0.05", "--minutes", "0.4"]
+    options += ["--every", "8", "--calm", "2", "--hang-timeout", "3", "--seed", "3"]
+    printed = run(tmp_path, "goodput", *options, "--checkpoint-every", "20")
+    assert "ft_wrapper, live state" in printed and "ft_wrapper, checkpoints" in printed
+
+
+@NIGHTLY
+def test_restarts_leave_nothing(tmp_path: Path) -> None:
+    printed = run(tmp_path, "flat", "--ddp", "11", "--fsdp2", "11")
+    for kind in ("ddp", "fsdp2"):
+        assert f"\n{kind}: 11 restarts of two ranks" in printed
+
+
+@NIGHTLY
+def test_ranks_ask_what_counting_says(tmp_path: Path) -> None:
+    assert "One restart after an exception" in run(tmp_path, "scale", "--quick")
+
+
+@NIGHTLY
+@pytest.mark.timeout(1800)
+def test_torchs_contexts_are_whole_after_each_interrupt(tmp_path: Path) -> None:
+    for interrupts, contexts in (("6", ("aot_eager",)), ("30", CONTEXTS)):
+        printed = run(
+            tmp_path, "interrupts", "--json", "--interrupts", interrupts, "--only", *contexts, limit=1500
+        )
+        for found in map(json.loads, printed.splitlines()):
+            assert [found[each] for each in ("broken", "aborted", "stuck", "failed")] == [0, 0, 0, 0], found
