@@ -58,7 +58,8 @@ class Services:
     def check_iteration(self, n: int, what: str) -> None:
         """Raises RuntimeError unless the function runs, in this iteration; ``what`` belongs to it."""
         if not self._own.interrupter.is_running or n != self.iteration:
-            raise RuntimeError(f"{what} of another iteration, or outside of the wrapped function: make one")
+            how = "make one in the function, in each iteration"
+            raise RuntimeError(f"{what} of another iteration, or outside of the wrapped function: {how}")
 
     def close_connections(self) -> None:
         """Closes the iteration's connections."""

@@ -129,7 +129,7 @@ def has_an_intruder(rank: Rank, secret: str) -> Any:
 
     class Intruded(TorchPerformer):
         def gather(self, *arguments: Any) -> Any:
-            assert self._seal is not None
+            assert self._services.store.seal is not None
             if self._services.iteration == 0 and self.rank == 1:
                 sign = self._sign
                 self._gather = Gather(
