@@ -90,6 +90,7 @@ def _classic(options: Options, parameters: RendezvousParameters) -> ClassicNodes
         options.role,
         options.nproc_per_node,
         None,  # type: ignore[arg-type]  # the handler is made with the first round
+        entrypoint=options.script,
         monitor_interval=options.monitor_interval,
         local_addr=parameters.local_addr,
     )

@@ -201,7 +201,7 @@ def test_damaged_lines_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFix
 WRONG = st.sampled_from([None, -1, "x", [], {}, 1e308, True, 10**30, "\ud800", float("nan"), 2.5, -1e14])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_events_of_another_kind_are_left_out(data: st.DataObject) -> None:
     """Values that no process of ours writes, and fields that are missing: a page all the same, or a line."""
