@@ -272,8 +272,7 @@ class FtNodes(Nodes):
         if state.policy is RoundPolicy.RANK and not self._knows_that_formed:
             self._knows_that_formed = True
             log.info("a job has formed: from now on nodes are replaced while the others go on")
-        news = what_follows(state, handler.node, joined.round)
-        for one in asked_of(state, handler.node) if news is None else [news]:
+        for one in news_in(state, handler.node, joined.round):
             self.inbox.put(term, one)
 
     def _lost(self, error: Exception) -> None:
@@ -559,12 +558,9 @@ def what_follows(state: RendezvousRecord, node: Node, round_number: int) -> News
     return None
 
 
-def asked_of(state: RendezvousRecord, node: Node) -> list[News]:
-    """What a record asks of a node.
-
-    Args:
-        state: the record.
-        node: the node.
-    """
+def news_in(state: RendezvousRecord, node: Node, round_number: int) -> list[News]:
+    """What a record means for a node whose ranks run, and what it asks of them; see `what_follows`."""
+    if (news := what_follows(state, node, round_number)) is not None:
+        return [news]
     mine = (asked for asked in state.drains if asked.node == node.name)
     return [News(What.DRAIN, asked.why, asked.slots, asked.within) for asked in mine]

@@ -4,21 +4,18 @@ import contextlib
 import os
 import socket
 import threading
-from datetime import timedelta
 
-from torch.distributed import DistError, DistStoreError
+from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from ..exception import StoreError
-from ..rendezvous.keys import version_key
-from ..rendezvous.presence import LOOK_AGAIN
+from ..rendezvous.presence import Watcher
 from ..rendezvous.record import Node, RendezvousRecord, RoundPolicy, Seat
-from ..rendezvous.register import RecordRegister
+from ..rendezvous.register import Board, RecordRegister
 from ..rendezvous.workers import announce_endpoint
 from ..store import TCPStore, TCPStoreServer, secret
 from ..store.address import host_port, loopback
-from ..store.bounded import in_background
-from .ft_nodes import asked_of, what_follows
+from .ft_nodes import news_in
 from .job_in_store import STORE_TIMEOUT
 from .node_check import NodeCheck, await_pass
 from .nodes import Nodes
@@ -100,33 +97,23 @@ class OneNode(Nodes):
             next_slot=self._nproc,
             seats=(Seat(0, 0, self._nproc, self._role, node, node.id),),
         )
-        store = TCPStore(self._address, server.port, timeout=STORE_TIMEOUT)
-        register = RecordRegister(store, RendezvousRecord(1, 1))
-        waker = RecordRegister(store.clone(), RendezvousRecord(1, 1))
+        store, term = TCPStore(self._address, server.port, timeout=STORE_TIMEOUT), self.inbox.term
+
+        def look(state: RendezvousRecord) -> None:
+            for one in news_in(state, node, record.round):
+                self.inbox.put(term, one)
+
         announce_endpoint(store, record.round, address)
-        first = register.change(lambda _: record)
-        term, over = self.inbox.term, threading.Event()
-
-        def wait() -> None:
-            known = first
-            with contextlib.closing(store):
-                while not over.is_set():
-                    key = version_key(known.version + 1)
-                    with contextlib.suppress(DistStoreError):  # nothing has come for so long
-                        # Not `RecordRegister.wait`, whose client tries to find a store again that is closed.
-                        store.torch_store.wait([store.wake_name(key)], timedelta(seconds=LOOK_AGAIN))
-                    known = register.read()
-                    news = what_follows(known, node, record.round)
-                    for one in asked_of(known, node) if news is None else [news]:
-                        self.inbox.put(term, one)
-
-        thread = in_background("waiting for commands", wait)
+        register = RecordRegister(store, record, Board(on_change=look))
+        register.touch()
+        waker, watcher = RecordRegister(store.clone(), record), Watcher(node, register)
+        watcher.start()
 
         def end() -> None:
             # The thread is woken first: torch's client would print how it has lost the server.
-            over.set()
+            watcher.stop()
             with contextlib.closing(waker.store), contextlib.suppress(StoreError, DistError, RendezvousError):
                 waker.touch()
-                thread.join(_END_TIMEOUT)
+                watcher.join(_END_TIMEOUT)
 
         self._of_round.callback(end)
