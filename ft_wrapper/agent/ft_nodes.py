@@ -1,14 +1,18 @@
-"""The other nodes, by our own rendezvous (`ft_wrapper.rendezvous`).
+"""The other nodes, by our own rendezvous (`ft_wrapper.rendezvous`), where there are any.
 
 Under the policy ``group`` every change of membership is a new round: the node ends its ranks and joins again.
 Once the ranks have formed a wrapped job, the agent of group rank 0 switches to ``rank``: from then on nodes
 take and lose seats while the ranks of the others go on.
+
+A node without others (`OneNode`) has a record, too: commands are written into it.
 """
 
 import contextlib
 import dataclasses
 import logging
 import math
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -28,17 +32,19 @@ from ..rendezvous.backends import Backend
 from ..rendezvous.handler import FtRendezvousHandler
 from ..rendezvous.keys import RECORD_KEY
 from ..rendezvous.operations import nodes_waiting
+from ..rendezvous.presence import Watcher
 from ..rendezvous.record import Drain, Node, NodePlace, RendezvousRecord, RoundPolicy, Seat
-from ..rendezvous.register import Board
+from ..rendezvous.register import Board, RecordRegister
 from ..rendezvous.settings import Identity, RendezvousSettings
-from ..store import StoreMixin, TCPStore, connect, secret
-from ..store.address import host_port
+from ..rendezvous.workers import announce_endpoint
+from ..store import StoreMixin, TCPStore, TCPStoreServer, connect, secret
+from ..store.address import host_port, loopback
 from ..store.bounded import bounded, call_in_thread, in_background
 from ..store.tcp_server import SERVER_IS_LIBUV
 from .job_in_store import STORE_TIMEOUT, JobInStore
 from .node_check import NodeCheck, await_pass
 from .nodes import Nodes
-from .rounds import News, Round, What
+from .rounds import News, Round, What, alone
 from .verdict import INFRASTRUCTURE, JobResult, worst
 
 log = logging.getLogger(__name__)
@@ -47,6 +53,7 @@ _PLACE_TIMEOUT = 2.0  # seconds that looking for one's place may take; it is loo
 _LEAVE_TIMEOUT = 2.0  # seconds that leaving may take, before the ranks are signalled all the same
 # Seconds that the end may take; the host of the store waits for the others' goodbyes within it.
 _END_TIMEOUT = 15.0
+_WATCHER_TIMEOUT = 5.0  # seconds that the end of a thread may take, which is woken
 _SILENT = 3.0  # seconds after which a wait is logged
 _LOOK_AGAIN = 10.0  # seconds after which a thread looks whether its round is still on
 # Seconds after which a wait for other nodes looks who they are: one may be out without a notice.
@@ -408,6 +415,101 @@ class FtNodes(Nodes):
     def _end(self, what: str, end: Callable[[], object]) -> None:
         self._handler = None
         bounded(what, end, _END_TIMEOUT)
+
+
+class OneNode(Nodes):
+    """No other nodes: this one hosts the store of its ranks, a new one for each round.
+
+    Args:
+        nproc: number of ranks.
+        address: of this host; the loopback when None, where only this host reaches the store.
+        port: where the store listens; 0 for a free port, another one in each round.
+        role: what the ranks do.
+        check: what the node has to pass before each round; None: nothing.
+    """
+
+    def __init__(
+        self,
+        nproc: int,
+        address: str | None = None,
+        port: int = 0,
+        *,
+        role: str = "default",
+        check: NodeCheck | None = None,
+    ) -> None:
+        super().__init__()
+        self._check = check
+        self._nproc = nproc
+        self._address = address or loopback()
+        self._port = port
+        self._role = role
+        self._rounds = 0
+        self._of_round = contextlib.ExitStack()
+        self._given = secret.job_secret()
+
+    def next_round(self) -> Round:
+        self._of_round.close()
+        self.inbox.begin_term()
+        if self._given is None:  # another one, so that nothing of an earlier round is taken
+            secret.use(os.urandom(32))
+        if self._check is not None:
+            await_pass(self._check, "this node", lambda why: None, threading.Event().wait)
+        try:
+            server = TCPStoreServer(self._port, self._address)
+        except StoreError as error:
+            if not self._port:
+                raise
+            raise ValueError(
+                f"--master-port {self._port} cannot be used on this host: {error.__cause__}; choose another "
+                "port, or leave it out"
+            ) from error
+        self._of_round.callback(server.close)
+        self._watch(server)
+        self._rounds += 1
+        return alone(host_port(self._address, server.port), self._nproc)
+
+    def drain(self, within: float, why: str) -> str:
+        return "no other node would be left"
+
+    def close(self) -> None:
+        self._of_round.close()
+        secret.use(self._given)
+        super().close()
+
+    def _watch(self, server: TCPStoreServer) -> None:
+        """Writes the record, and waits for commands in a thread, to the end of the round."""
+        address = host_port(self._address, server.port)
+        node = Node(socket.gethostname(), self._rounds, self._address, self._nproc, self._role)
+        record = RendezvousRecord(
+            min_nodes=1,
+            max_nodes=1,
+            round=self._rounds,
+            complete=True,
+            policy=RoundPolicy.RANK,
+            formation_size=self._nproc,
+            next_slot=self._nproc,
+            seats=(Seat(0, 0, self._nproc, self._role, node, node.id),),
+        )
+        store, term = TCPStore(self._address, server.port, timeout=STORE_TIMEOUT), self.inbox.term
+
+        def look(state: RendezvousRecord) -> None:
+            for one in news_in(state, node, record.round):
+                self.inbox.put(term, one)
+
+        announce_endpoint(store, record.round, address)
+        register = RecordRegister(store, record, Board(on_change=look))
+        register.touch()
+        waker, watcher = RecordRegister(store.clone(), record), Watcher(node, register)
+        watcher.start()
+
+        def end() -> None:
+            # The thread is woken first: torch's client would print how it has lost the server.
+            watcher.stop()
+            with contextlib.closing(waker.store), contextlib.suppress(StoreError, DistError, RendezvousError):
+                waker.touch()
+                watcher.join(_WATCHER_TIMEOUT)
+
+        self._of_round.callback(end)
 
 
 @contextlib.contextmanager

@@ -10,9 +10,8 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from ..agent import ft_nodes
+from ..agent.ft_nodes import FtNodes, OneNode
 from ..agent.nodes import Nodes
-from ..agent.one_node import OneNode
 from ..agent.options import Options
 from ..agent.policy import Policy
 from ..agent.torch_api.classic_nodes import ClassicNodes
@@ -65,13 +64,13 @@ def _address_alone(given: str) -> str:
     return given or loopback()
 
 
-def _ft(options: Options, parameters: RendezvousParameters) -> ft_nodes.FtNodes:
+def _ft(options: Options, parameters: RendezvousParameters) -> FtNodes:
     settings, identity = read_parameters(parameters)
     agreed = {"restart_policy": options.policy.value, "max_restarts": str(options.max_restarts)}
     # A node that says less agrees with nodes of a version that had no such options.
     more = {"active_world_size": options.active_world_size, "spare_nodes": options.spare_nodes}
     agreed |= {name: str(number) for name, number in more.items() if number}
-    return ft_nodes.FtNodes(
+    return FtNodes(
         lambda: make_backend(parameters),
         dataclasses.replace(settings, agreed=agreed),
         identity,

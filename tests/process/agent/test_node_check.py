@@ -17,8 +17,8 @@ from support.ended import has_ended
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from ft_wrapper.agent import options as ftrun_options
+from ft_wrapper.agent.ft_nodes import OneNode
 from ft_wrapper.agent.node_check import LONGEST_WAIT, NodeCheck, await_pass
-from ft_wrapper.agent.one_node import OneNode
 from ft_wrapper.agent.options import Options, parse_args
 from ft_wrapper.agent.signals import Signalled, held, queued
 
