@@ -465,7 +465,7 @@ def _spellings(option: str) -> tuple[str, ...]:
 # The result ------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     """What the command line asked for, checked.
 
@@ -511,16 +511,16 @@ class Options:
     nproc_per_node: int
     program: Program
     script: str
-    role: str
-    log_dir: str | None
+    role: str = ""
+    log_dir: str | None = None
     redirects: Std | dict[int, Std]
     tee: Std | dict[int, Std]
-    local_ranks_filter: set[int] | None
+    local_ranks_filter: set[int] | None = None
     signals: tuple[signal.Signals, ...]
     shutdown_timeout: float
     policy: Policy
-    max_restarts: int
-    max_rank_restarts: int
+    max_restarts: int = 0
+    max_rank_restarts: int = RANK_RESTARTS
     forks: bool
     monitor_interval: float
     exit_barrier_timeout: float
@@ -606,28 +606,20 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
         **vars(args),
         "program": _program(parser, args),
         "script": args.training_script,
-        "role": args.role or "",
         "signals": _known_signals(parser, args),
         "drain_timeout": _drain_timeout(parser, args, backend),
         "policy": policy,
-        "max_restarts": args.max_restarts or 0,
-        "max_rank_restarts": RANK_RESTARTS if args.max_rank_restarts is None else args.max_rank_restarts,
         "forks": not (args.no_fork or args.no_standby),
         "variables": _variables(args),
-        "logs_specs": args.logs_specs or DefaultLogsSpecs,
         "run_id": "" if args.standalone or args.rdzv_id == DEFAULT_RDZV_ID else args.rdzv_id,
         "log_line_prefix": _log_line_prefix(parser, args),
         "node_check": _node_check(parser, args, backend),
-        "result_file": args.result_file or "",
-        "drained_exit_code": args.drained_exit_code or 0,
         "secret": args.job_secret_file or from_variable,
-        "spare_nodes": 0,
         **nodes,
         "warnings": tuple(parser.warnings),
     }
-    return Options(
-        **{field.name: found[field.name] for field in dataclasses.fields(Options) if field.name in found}
-    )
+    fields = {field.name for field in dataclasses.fields(Options)}
+    return Options(**{key: value for key, value in found.items() if key in fields and value is not None})
 
 
 def _variables(args: argparse.Namespace) -> dict[str, str]:
