@@ -13,8 +13,7 @@ import signal
 import socket
 import tempfile
 import time
-import traceback
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE
@@ -28,7 +27,7 @@ from torch.distributed.elastic.events.api import Event
 from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from . import health, torch_events
+from . import health
 from .agent import Agent, report_state, run_workers
 from .group import Counts as Counts
 from .group import Group
@@ -43,6 +42,7 @@ from .rounds import End, Failure, Round, What
 from .signals import SHUTDOWN_TIMEOUT, SIGNALS, SignalQueue, signal_name
 from .torch_api import call_function, classic_nodes
 from .torch_api.types import process_failures, program_of, worker_group
+from .torch_events import TorchReports
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class SimpleElasticAgent(ElasticAgent):
         self._signals = tuple(signals)
         self._spec = spec
         self._group = Group(spec.role, spec.local_world_size, spec.max_restarts, report_state)
-        self._run_seconds = 0.0
+        self._reports = TorchReports(spec, self._group)
         self._returned: dict[int, Any] = {}  # by global rank
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
@@ -112,7 +112,7 @@ class SimpleElasticAgent(ElasticAgent):
         try:
             end = self._run_to_end()
         finally:
-            self._run_seconds = time.monotonic() - began
+            self._reports.took(time.monotonic() - began)
         if end.signum is not None:
             number = signal.Signals(end.signum)
             raise SignalException(f"process {os.getpid()} got {number.name}", number)
@@ -121,7 +121,7 @@ class SimpleElasticAgent(ElasticAgent):
         now = self.get_worker_group()
         failures = process_failures(end, now.workers[0].global_rank)
         result = RunResult(now.state, self._returned, failures)
-        torch_events.report_end(now, self._group, result, self._run_seconds)
+        self._reports.report_end(result)
         return result
 
     def get_worker_group(self, role: str = DEFAULT_ROLE) -> WorkerGroup:
@@ -146,29 +146,22 @@ class SimpleElasticAgent(ElasticAgent):
 
     def get_event_succeeded(self) -> Event:
         """An event of torch's: the agent has ended, however the workers ended."""
-        return self._event("SUCCEEDED")
+        return self._reports.get_event_succeeded()
 
     def get_event_failed(self) -> Event:
         """An event of torch's: the agent has raised the error that is being handled."""
-        return self._event("FAILED", raw_error=traceback.format_exc())
+        return self._reports.get_event_failed()
 
-    @contextlib.contextmanager
-    def record_duration(self, state: str) -> Iterator[None]:
+    def record_duration(self, state: str) -> contextlib.AbstractContextManager[None]:
         """Records with the spec's ``event_log_handler`` how long a block took.
 
         Args:
             state: what it did.
-        """
-        began = time.monotonic()
-        try:
-            yield
-        finally:
-            took = 1e3 * (time.monotonic() - began)
-            torch_events.record_event(self._spec, self._event(state, duration_ms=took))
 
-    def _event(self, state: str, **fields: Any) -> Event:
-        now, took = self.get_worker_group(), int(self._run_seconds)
-        return torch_events.event(now, self._group, state, total_run_time=took, **fields)
+        Returns:
+            A context, for the block.
+        """
+        return self._reports.record_duration(state)
 
     # To be implemented for another kind of worker -------------------------------------------------------
 
@@ -312,6 +305,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         )
         self._agent = Agent(launch, health.health if health_check_server is None else self._stop_server)
         self._group = self._agent.group
+        self._reports = TorchReports(spec, self._group)
 
     def _get_alive_time(self) -> int:
         """When this agent was alive last, in seconds since the epoch; torch's launcher asks for it."""
