@@ -20,7 +20,7 @@ BUCKETS = {
     "initialization": "start of processes, and imports",
     "training_prep": "build and load of state: from entering the function to its first step",
     "detection": "from the last sign of progress until a hang was noticed",
-    "recovery_told": "from the fault until this rank knows that the iteration has ended",
+    "recovery_notify": "from the fault until this rank knows that the iteration has ended",
     "recovery_abort": "until its process groups are aborted",
     "recovery_leave": "until it is out of the function",
     "recovery_arrive": "until it has said so, clean and healthy",
@@ -143,7 +143,7 @@ def _taken_apart(row: Row, span: Span, steps: Steps, faults: _Faults) -> Iterato
     for kind, end in (
         *_parts(row, span, told, steps, still),
         ("detection", noticed),
-        ("recovery_told", span.end),
+        ("recovery_notify", span.end),
     ):
         end = min(max(end, at), span.end)
         if end > at:

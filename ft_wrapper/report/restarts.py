@@ -10,7 +10,7 @@ from .timeline import Iteration, Seat, Timeline
 
 #: The phases of a restart, from the first fault on, one after the other.
 PHASES = {
-    "told": "until all ranks of the host know that the iteration has ended",
+    "notify": "until all ranks of the host know that the iteration has ended",
     "abort": "until their process groups are aborted",
     "leave": "until they are out of the function",
     "arrive": "until they have said so, clean and healthy",

@@ -57,7 +57,7 @@ def test_phases_of_a_restart() -> None:
     (restart,) = found.restarts
     assert (restart.iteration, restart.next_iteration) == (0, 1)
     assert restart.causes == ("slot 1 (on a) terminated",) and restart.culprits == (1,)
-    expected = {"told": 0.1, "abort": 0.2, "leave": 0.1, "arrive": 0.1, "decide": 0.2, "enter": 0.8}
+    expected = {"notify": 0.1, "abort": 0.2, "leave": 0.1, "arrive": 0.1, "decide": 0.2, "enter": 0.8}
     assert restart.phases == pytest.approx(expected)
     assert restart.seconds == pytest.approx(1.5)
     assert found.seconds == pytest.approx(10.0)

@@ -18,7 +18,7 @@ from ft_wrapper.report.steps import Part, Steps, Told
 from ft_wrapper.report.timeline import Timeline
 
 Record = dict[str, Any]
-PHASES = ("told", "abort", "leave", "arrive", "decide", "enter")
+PHASES = ("notify", "abort", "leave", "arrive", "decide", "enter")
 _pids = itertools.count(1000)
 
 
@@ -457,7 +457,7 @@ def test_the_death_of_a_spare_ends_nothing() -> None:
     end([one], 7.0)
     found = make_goodput(records)
     check(found)
-    assert found.buckets["gone"] == 5.0 and "recovery_told" not in found.buckets
+    assert found.buckets["gone"] == 5.0 and "recovery_notify" not in found.buckets
     assert found.buckets["idle_spare"] == 1.0
 
 
