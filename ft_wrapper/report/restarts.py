@@ -15,7 +15,7 @@ PHASES = {
     "leave": "until they are out of the function",
     "arrive": "until they have said so, clean and healthy",
     "decide": "until they know who goes on, and as which rank",
-    "enter": "until they are in the function again, and those that join are too",
+    "enter": "until they are in the function again; processes that join are not counted",
 }
 
 # The event that ends each phase; the last two belong to the next iteration.
@@ -168,14 +168,13 @@ def _restarts_on(host: str, timeline: Timeline) -> Iterator[tuple[str, Restart]]
         back = next((later for later in range(number + 1, len(seen)) if entered[later]), None)
         if not faults or not entered[number] or back is None:
             continue  # nothing failed, or it is part of the restart before
-        survivors = {record["pid"] for record in seen[back].on(host, "decided")}
+        came = {record["pid"] for record in seen[back].on(host, *_OF_THE_NEXT)}
+        # A process that joins is not back, but new: it may still import while the others are in the function.
+        ranks = came.intersection(record["pid"] for record in failed.on(host, "enter", "spare")) or came
         begin = moment = min(record["monotonic"] for record in faults)
         phases = {}
         for phase, event in zip(PHASES, _ENDED_BY, strict=True):
-            is_next = event in _OF_THE_NEXT
-            ends = seen[back if is_next else number].on(host, event)
-            last = max(
-                (one["monotonic"] for one in ends if is_next or one["pid"] in survivors), default=moment
-            )
+            ends = seen[back if event in _OF_THE_NEXT else number].on(host, event)
+            last = max((one["monotonic"] for one in ends if one["pid"] in ranks), default=moment)
             phases[phase], moment = max(0.0, last - moment), max(moment, last)
         yield failed.name, Restart(failed.number, seen[back].number, phases, moment - begin)

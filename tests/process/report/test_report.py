@@ -43,7 +43,8 @@ def two_ranks(host: str = "a", slower: float = 0.0, since: float = 100.0) -> lis
             (since + 4.6, "end", 0, 2),  # of the one that is out
             (since + 4.7, "decided", 1, 1),
             (since + 5.5 + slower, "enter", 1, 1),
-            (since + 5.5, "enter", 1, 3),  # of one that joins
+            (since + 4.7, "decided", 1, 3),
+            (since + 9.0, "enter", 1, 3),  # of a process that joins: it is not back, but new
             (since + 9.5 + slower, "done", 1, 1),
             (since + 10.0 + slower, "left", 1, 1),
         ],
