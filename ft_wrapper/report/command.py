@@ -66,34 +66,25 @@ def _page(path: str) -> Iterator[BinaryIO]:
         OSError: it cannot be written. The message names the option.
     """
     where = os.path.realpath(path)
+    is_file = os.path.isfile(where) or not os.path.exists(where)  # else a device or a pipe; a folder raises
+    unfinished = f"{where}.{os.getpid()}.unfinished" if is_file else where
     try:
-        with _replacing(where) as file:
+        mode = _mode(where) if is_file else None
+        with open(unfinished, "xb" if is_file else "wb") as file, contextlib.ExitStack() as on_error:
+            if is_file:
+                on_error.callback(os.unlink, unfinished)
             yield file
-    except OSError as error:
-        # One from elsewhere in the block names its own file.
-        if error.errno is None or error.filename not in (None, where, _unfinished(where)):
-            raise
-        raise OSError(f"--html {path}: {error.strerror}; name a file that can be written") from error
-
-
-@contextlib.contextmanager
-def _replacing(path: str) -> Iterator[BinaryIO]:
-    if os.path.exists(path) and not os.path.isfile(path):
-        with open(path, "wb") as file:  # a device or a pipe; a directory raises
-            yield file
-        return
-    mode = _mode(path)
-    unfinished = _unfinished(path)
-    with open(unfinished, "xb") as file:
-        try:
-            yield file
+            file.flush()
             if mode is not None:
                 os.fchmod(file.fileno(), mode)
-            file.flush()
-            os.replace(unfinished, path)
-        except BaseException:
-            os.unlink(unfinished)
+            if is_file:
+                os.replace(unfinished, where)
+            on_error.pop_all()
+    except OSError as error:
+        # One from elsewhere in the block names its own file.
+        if error.errno is None or error.filename not in (None, where, unfinished):
             raise
+        raise OSError(f"--html {path}: {error.strerror}; name a file that can be written") from error
 
 
 def _mode(path: str) -> int | None:
@@ -112,7 +103,3 @@ def _mode(path: str) -> int | None:
             return os.fstat(old.fileno()).st_mode & 0o7777
     except FileNotFoundError:
         return None
-
-
-def _unfinished(path: str) -> str:
-    return f"{path}.{os.getpid()}.unfinished"
