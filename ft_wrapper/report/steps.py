@@ -5,7 +5,7 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Mapping
 
-from .timeline import Iteration, Timeline, nonce_of
+from .timeline import Iteration, Seat, Timeline, nonce_of
 
 Key = tuple[str, int]  # an iteration; and how often its function had gone back
 Process = tuple[str, int, int]  # a host, a slot, an incarnation
@@ -83,22 +83,18 @@ class Steps:
     calls: dict[str, str]
 
     @functools.cached_property
-    def telling(self) -> set[str]:
-        """The calls in which any rank told steps."""
-        return {self.calls.get(n, "") for n, _ in self.parts}
-
-    @functools.cached_property
-    def _told_in(self) -> set[tuple[str, int, str | None]]:
-        """Each rank, with each call in which it told steps."""
-        told = ((who, n) for who, iterations in self.told.items() for n in iterations)
-        return {(host, slot, self.calls.get(n)) for (host, slot, _), n in told}
+    def _reporting(self) -> dict[str, set[Seat]]:
+        """By call, the seats that reported steps in it."""
+        seats: dict[str, set[Seat]] = {}
+        for (host, slot, _), iterations in self.told.items():
+            for call in {self.calls[n] for n in iterations if n in self.calls}:
+                seats.setdefault(call, set()).add((host, slot))
+        return seats
 
     def had_none_yet(self, host: str, slot: int, iteration: str) -> bool:
         """Whether a rank that told no step in an iteration was not that far yet; else it tells none."""
-        call = self.calls.get(iteration, "")
-        if call in self.telling and (iteration, 0) in self.parts:
-            return (host, slot, call) in self._told_in
-        return call in self.telling
+        seats = self._reporting.get(self.calls.get(iteration, ""), set())
+        return (host, slot) in seats if (iteration, 0) in self.parts else bool(seats)
 
 
 def read_steps(timeline: Timeline) -> Steps:
