@@ -172,11 +172,8 @@ class Timeline:
     @property
     def began(self) -> float | None:
         """When the job began, in seconds since the epoch; None if the events do not say so."""
-        for host, records in self.hosts.items():
-            for record in records:
-                if "time" in record:
-                    return float(record["time"] - record["monotonic"] + self.clocks[host])
-        return None
+        known = ((host, _ahead(records)) for host, records in self.hosts.items())
+        return next((self.clocks[host] - ahead for host, ahead in known if ahead is not None), None)
 
     @property
     def seconds(self) -> float:
@@ -231,10 +228,7 @@ def _clocks(
         for host in one.events:
             if decided := one.on(host, "decided", "enter"):
                 heard[host][one.name] = min(map(_at, decided))
-    ahead = {}  # of the time of day
     begins: dict[str, float] = {}
-    for host, records in hosts.items():
-        ahead[host] = next((_at(one) - one["time"] for one in records if "time" in one), None)
     for row in rows:
         begins[row.host] = min(row.begin, begins.get(row.host, row.begin))
     first = max(heard, key=lambda host: len(heard[host]))
@@ -243,12 +237,17 @@ def _clocks(
         apart = [at - heard[first][n] for n, at in seen.items() if n in heard[first]]
         if apart:
             offsets[host] = statistics.median(apart)
-        elif (own := ahead[host]) is not None and (other := ahead[first]) is not None:
+        elif (own := _ahead(hosts[host])) is not None and (other := _ahead(hosts[first])) is not None:
             offsets[host] = own - other
         else:
             offsets[host] = begins.get(host, 0.0) - begins.get(first, 0.0)
     begin = min((at - offsets[host] for host, at in begins.items()), default=0.0)
     return {host: begin + offset for host, offset in offsets.items()}
+
+
+def _ahead(records: Iterable[Record]) -> float | None:
+    """By how much a host's clock is ahead of the time of day; None if its events do not say so."""
+    return next((_at(one) - one["time"] for one in records if "time" in one), None)
 
 
 # Rows ------------------------------------------------------------------------------------------------------
