@@ -2,10 +2,11 @@
 
 import dataclasses
 import logging
+import os
 import socket
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 from .. import events
 from .._files import replace_broken_streams
@@ -19,7 +20,7 @@ from ..agent.rounds import End
 from ..agent.verdict import JobResult
 from ..log_lines import JSON, choose_format, make_formatter, note_node
 from ..store import secret
-from . import log_folder, result_file
+from . import log_folder
 from .check import print_findings
 from .local import served
 from .meeting import local_job, meet
@@ -67,8 +68,21 @@ def _conclude(options: Options, result: JobResult) -> int:
     if result.verdict == "drained":
         result = dataclasses.replace(result, exit_code=options.drained_exit_code)
     if options.result_file:
-        result_file.write(options.result_file, result.to_text())
+        _write_whole(options.result_file, result.to_text())
     return result.exit_code
+
+
+def _write_whole(path: str, text: str) -> None:
+    """Writes the result file: it is there as a whole, or not at all."""
+    part = f"{path}.{os.urandom(8).hex()}"  # a name that no other user knows, who could put a link there
+    try:
+        with open(part, "x", encoding="utf-8") as file:
+            file.write(text + "\n")
+        os.replace(part, path)
+    except OSError as error:
+        log.error("--result-file %s cannot be written: %s", path, error)
+        with suppress(OSError):
+            os.unlink(part)
 
 
 def _meet(options: Options, cleanup: ExitStack) -> Nodes:

@@ -51,7 +51,7 @@ class Budget:
 
 LINES = {
     "top": Budget(990, 1367, CORE),
-    "cli": Budget(700, 798, SHELL),
+    "cli": Budget(700, 795, SHELL),
     "restart": Budget(1200, 1527, CORE),
     "rank_assignment": Budget(500),
     "protocol": Budget(2170, 2271, CORE),
