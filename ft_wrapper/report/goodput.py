@@ -7,7 +7,7 @@ where it has one. Clocks of different hosts are not compared.
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from .steps import Part, Steps, Told, read_steps
 from .timeline import Row, Span, Timeline
@@ -81,8 +81,8 @@ def make_goodput(timeline: Timeline) -> Goodput:
     buckets: dict[str, float] = collections.defaultdict(float)
     rows = []
     for row in timeline.rows:
-        parts = (part for span in row.spans for part in _taken_apart(row, span, steps, faults))
-        rows.append(dataclasses.replace(row, spans=_joined(parts)))
+        parts = [part for span in row.spans for part in _taken_apart(row, span, steps, faults)]
+        rows.append(dataclasses.replace(row, spans=parts))
         for span in rows[-1].spans:
             buckets[span.kind] += span.end - span.begin
     return Goodput(
@@ -93,16 +93,6 @@ def make_goodput(timeline: Timeline) -> Goodput:
         steps=sum(part.new for part in steps.parts.values()),
         steps_again=sum(part.again for part in steps.parts.values()),
     )
-
-
-def _joined(spans: Iterable[Span]) -> list[Span]:
-    """Spans that follow each other and are the same in two parts, as one."""
-    found: list[Span] = []
-    for span in spans:
-        if found and (found[-1].kind, found[-1].iteration) == (span.kind, span.iteration):
-            span = dataclasses.replace(found.pop(), end=span.end)
-        found.append(span)
-    return found
 
 
 class _Faults:
