@@ -13,9 +13,8 @@ _TYPES: dict[str, tuple[type, ...]] = {
     ),
     **dict.fromkeys(("monotonic", "time", "started", "began", "since"), (int, float)),
     **dict.fromkeys(
-        ("pid", "child", "slot", "incarnation", "iteration", "call", "step", "committed"), (int,)
+        ("pid", "child", "slot", "rank", "incarnation", "iteration", "call", "step", "committed"), (int,)
     ),
-    "rank": (int,),
     "culprits": (list,),
     "ends": (bool,),
 }
@@ -110,16 +109,16 @@ def by_job(records: Iterable[Record]) -> list[tuple[str, list[Record]]]:
         if "child" in record:
             graph.add_edge(process, (*process[:2], record["child"]))
     part = {one: number for number, nodes in enumerate(networkx.connected_components(graph)) for one in nodes}
-    found: dict[int, list[Record]] = {}
+    found: dict[int, tuple[str, list[Record]]] = {}
     called: collections.Counter[str] = collections.Counter()
-    titles: dict[int, str] = {}
     for process, record in zip(processes, records, strict=True):
         number, name = part[process], process[0]
         if number not in found:
             called[name] += 1
-            titles[number] = name if called[name] == 1 else f"{name} ({called[name]})".strip()
-        found.setdefault(number, []).append(record)
-    return [(titles[number], own) for number, own in found.items()]
+            title = name if called[name] == 1 else f"{name} ({called[name]})".strip()
+            found[number] = title, []
+        found[number][1].append(record)
+    return list(found.values())
 
 
 def _by_boot(records: Iterable[Record]) -> Iterator[Record]:
