@@ -217,10 +217,9 @@ class FakeStore(Store, StoreMixin):
         return self._operate("compare_set", [key], (key, expected, desired), act)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        def act() -> None:
-            self._await("wait", list(keys), self._timeout if timeout is None else timeout)
-
-        self._operate("wait", keys, (keys,) if timeout is None else (keys, timeout), act)
+        limit = self._timeout if timeout is None else timeout
+        args = (keys,) if timeout is None else (keys, timeout)
+        self._operate("wait", keys, args, lambda: self._await("wait", list(keys), limit))
 
     def check(self, keys: list[str]) -> bool:
         values = self._contents.values

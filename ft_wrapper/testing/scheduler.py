@@ -391,8 +391,7 @@ class Scheduler(Clock):
             raise
         except BaseException as error:
             who = "" if self.current is None else f" in {self.current.name!r}"
-            what = f"{type(error).__name__}{who}: {error}"
-            raise SchedulerError(what, self._report(what)) from error
+            raise self._failed(SchedulerError, f"{type(error).__name__}{who}: {error}") from error
         finally:
             self.current = None
             told = len(self.trace_steps)
@@ -508,8 +507,7 @@ class Scheduler(Clock):
                 self.aside = False
                 self.last_step = None
         if self.steps >= self._bounds[0]:
-            what = f"more than {self._bounds[0]} steps"
-            raise TooLong(what, self._report(what))
+            raise self._failed(TooLong, f"more than {self._bounds[0]} steps")
 
     def _choose(self, tasks: Sequence[Task]) -> int:
         choice = self._policy.choose(tasks, self.current)
@@ -520,14 +518,13 @@ class Scheduler(Clock):
     def _pass_time(self) -> None:
         while (time := self._turns.next_time()) is not None:
             if time > self._bounds[1]:
-                what = f"more than {self._bounds[1]:g} virtual seconds; {self._who_waits()}"
-                raise TooLong(what, self._report(what))
+                words = f"more than {self._bounds[1]:g} virtual seconds; {self._who_waits()}"
+                raise self._failed(TooLong, words)
             self._turns.wake(time)
             if self._turns.ready:
                 self._now = time
                 return
-        what = f"deadlock: no one can run; {self._who_waits()}"
-        raise Deadlock(what, self._report(what))
+        raise self._failed(Deadlock, f"deadlock: no one can run; {self._who_waits()}")
 
     def _who_waits(self) -> str:
         waits = [
@@ -542,11 +539,9 @@ class Scheduler(Clock):
         self.trace_steps.append(step)
         return step
 
-    def _report(self, what: str) -> str:
-        return (
-            f"{what}\n{self.trace(_TRACE_LINES)}\n{what}\n"
-            f"replay: Scheduler(seed={self.seed}), or Scheduler(choices={self.choices})"
-        )
+    def _failed(self, kind: type[SchedulerError], what: str) -> SchedulerError:
+        replay = f"replay: Scheduler(seed={self.seed}), or Scheduler(choices={self.choices})"
+        return kind(what, f"{what}\n{self.trace(_TRACE_LINES)}\n{what}\n{replay}")
 
 
 # For people ------------------------------------------------------------------------------------------------
