@@ -35,7 +35,7 @@ from launcher import no_core_dumps, run_program
 from table import duration, show_table
 
 from ft_wrapper import events
-from ft_wrapper.testing.inject_fault import Fault, FaultSpec, random_faults
+from ft_wrapper.testing.inject_fault import FaultKind, FaultSpec, random_faults
 
 TRAIN = Path(__file__).with_name("train_lm.py")
 PROCESSES = 4
@@ -45,13 +45,13 @@ SOFT_TIMEOUT = 3
 HARD_TIMEOUT = 8
 
 FAULTS = (
-    FaultSpec(Fault.EXCEPTION, rank=1, step=15),
-    FaultSpec(Fault.SIGKILL, rank=0, step=30),
-    FaultSpec(Fault.SLEEP, rank=2, step=45),
+    FaultSpec(FaultKind.EXCEPTION, rank=1, step=15),
+    FaultSpec(FaultKind.SIGKILL, rank=0, step=30),
+    FaultSpec(FaultKind.SLEEP, rank=2, step=45),
 )
 KILLS = (
-    FaultSpec(Fault.SIGKILL, rank=0, step=20),
-    FaultSpec(Fault.SIGKILL, rank=1, step=40),
+    FaultSpec(FaultKind.SIGKILL, rank=0, step=20),
+    FaultSpec(FaultKind.SIGKILL, rank=1, step=40),
 )
 WORDS = {"exception": "exception", "sigkill": "SIGKILL", "sleep": "sleeping hang"}
 

@@ -30,7 +30,7 @@ def are_enabled() -> bool:
     return bool(os.environ.get(ENV))
 
 
-def check() -> None:
+def check_events_file() -> None:
     """Checks that events can be written, if they are written.
 
     Raises:
@@ -128,4 +128,4 @@ def read_lines(path: str) -> Iterator[Record | ValueError]:
                 yield ValueError(f"{path}:{number}: no JSON record of an event")
 
 
-__getattr__ = of_module(__name__, globals(), {"read": "load"})
+__getattr__ = of_module(__name__, globals(), {"read": "load", "check": "check_events_file"})

@@ -385,7 +385,7 @@ class Wrapper:
 
     def _check_environment(self) -> State:
         """Everything that must hold before a call starts anything."""
-        identity.check()
+        identity.check_own_environment()
         state = State.from_env()
         formation_size(state.world_size)
         wanted = self.settings.active_world_size if launched_active_world_size() is None else None

@@ -35,7 +35,7 @@ _REMOVED = ".removed-"
 
 
 @dataclasses.dataclass(frozen=True, order=True)
-class Entry:
+class FoundCheckpoint:
     """A checkpoint, whole or not; the greater, the newer.
 
     Args:
@@ -63,12 +63,12 @@ class Found:
         removed: what was being removed when the process died that did so.
     """
 
-    entries: list[Entry] = dataclasses.field(default_factory=list)
+    entries: list[FoundCheckpoint] = dataclasses.field(default_factory=list)
     others: dict[Path, str] = dataclasses.field(default_factory=dict)
     removed: list[Path] = dataclasses.field(default_factory=list)
 
     @property
-    def sealed(self) -> list[Entry]:
+    def sealed(self) -> list[FoundCheckpoint]:
         """The sealed ones, the newest first."""
         return [entry for entry in self.entries if not entry.lacks]
 
@@ -156,7 +156,7 @@ def look(root: Path, only: int | None = None) -> Found:
                     found.others[path] = "no checkpoint"
                 else:
                     numbers = (int(is_run[1]), int(is_iteration[1]), int(is_checkpoint[1]))
-                    found.entries.append(Entry(*numbers, path, _lacks(path)))
+                    found.entries.append(FoundCheckpoint(*numbers, path, _lacks(path)))
     found.entries.sort(reverse=True)
     return found
 

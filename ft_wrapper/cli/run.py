@@ -44,7 +44,7 @@ def run(options: Options) -> int:
         try:
             log_dir = cleanup.enter_context(log_folder.open_folder(options))
             cleanup.enter_context(options.environment())
-            events.check()
+            events.check_events_file()
             end = Agent(options.launch(log_dir)).run(lambda: _meet(options, cleanup))
             replace_broken_streams()
         except (OSError, CannotStart) as error:

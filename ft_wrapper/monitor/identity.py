@@ -22,7 +22,7 @@ def mark(environment: Mapping[str, str], pid: int = 0) -> str:
     return " ".join([str(pid), *(environment.get(name, "-") for name in _LAUNCHED)])
 
 
-def check() -> None:
+def check_own_environment() -> None:
     """Checks that the environment is this process's own.
 
     If a launcher inside a rank of ours has started this process, the environment is its own. The outer rank's

@@ -198,7 +198,7 @@ class RestartLoop:
             if isinstance(error, exception.StoreUnavailable) or not member.has_failed():
                 raise
             return False
-        check(state)
+        check_assigned(state)
         self.state, self.base = state, copy.copy(state)
         self._is_spare = state.mode == Mode.INACTIVE
         recompiles = self.process.apply_state(state)
@@ -253,7 +253,7 @@ class RestartLoop:
         self.process.left_job()
 
 
-def check(state: State) -> None:
+def check_assigned(state: State) -> None:
     """Checks the state that a rank assignment returned.
 
     Raises:

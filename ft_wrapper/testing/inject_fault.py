@@ -28,7 +28,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .. import events
+from .. import _renamed, events
 from ..finalize import Finalize
 from ..initialize import Initialize
 from ..settings import as_limit
@@ -46,7 +46,7 @@ class InjectedFault(Exception):
     """What the function raises when the fault is an exception."""
 
 
-class Fault(enum.Enum):
+class FaultKind(enum.Enum):
     """What goes wrong. The value is the name used on command lines."""
 
     EXCEPTION = "exception"
@@ -107,7 +107,7 @@ class FaultSpec:
         ValueError: a number is negative, or two fields contradict each other.
     """
 
-    kind: Fault
+    kind: FaultKind
     rank: int | None = None
     slot: int | None = None
     iteration: int | None = None
@@ -115,8 +115,8 @@ class FaultSpec:
     where: Where = Where.STEP
 
     def __post_init__(self) -> None:
-        if not isinstance(self.kind, Fault):
-            raise TypeError(f"kind={self.kind!r} must be a Fault, one of {_names(Fault)}")
+        if not isinstance(self.kind, FaultKind):
+            raise TypeError(f"kind={self.kind!r} must be a FaultKind, one of {_names(FaultKind)}")
         if not isinstance(self.where, Where):
             raise TypeError(f"where={self.where!r} must be a Where, one of {_names(Where)}")
         for name in _NUMBERS:
@@ -141,7 +141,7 @@ class FaultSpec:
         """
         try:
             name_of_kind, *parts = text.strip().split(":")
-            kind = _one_of(Fault, "kind", name_of_kind.strip().lower())
+            kind = _one_of(FaultKind, "kind", name_of_kind.strip().lower())
             fields: dict[str, Any] = {}
             for part in parts:
                 name, equals, value = (piece.strip() for piece in part.partition("="))
@@ -181,7 +181,7 @@ def parse_faults(text: str) -> tuple[FaultSpec, ...]:
 
 
 def random_faults(
-    seed: int, kinds: Sequence[Fault], ranks: Sequence[int], steps: Sequence[int], count: int
+    seed: int, kinds: Sequence[FaultKind], ranks: Sequence[int], steps: Sequence[int], count: int
 ) -> tuple[FaultSpec, ...]:
     """Chooses faults at random, always the same ones for a seed, each at a step of its own.
 
@@ -204,7 +204,7 @@ def random_faults(
     if not 0 <= count <= len(steps):
         raise ValueError(f"count={count} must lie in 0..{len(steps)}, the number of steps to choose from")
     choose = random.Random(seed)
-    deck: list[Fault] = []
+    deck: list[FaultKind] = []
     faults = []
     for step in sorted(choose.sample(steps, count)):
         deck = deck or choose.sample(kinds, len(kinds))
@@ -320,7 +320,7 @@ class InjectFinalize(_Inject, Finalize):
     where = Where.FINALIZE
 
 
-def inject_fault(kind: Fault, duration: float | None = None) -> None:
+def inject_fault(kind: FaultKind, duration: float | None = None) -> None:
     """Does it, to the calling thread or its process, now.
 
     Returns only after a hang with a duration, after a SIGSTOP that was continued, or when the process
@@ -337,26 +337,26 @@ def inject_fault(kind: Fault, duration: float | None = None) -> None:
     """
     seconds = _FOREVER if duration is None else duration
     match kind:
-        case Fault.EXCEPTION:
+        case FaultKind.EXCEPTION:
             raise InjectedFault("injected fault: exception")
-        case Fault.EXIT:
+        case FaultKind.EXIT:
             os._exit(1)
-        case Fault.SIGKILL | Fault.SIGTERM | Fault.SIGSTOP:
+        case FaultKind.SIGKILL | FaultKind.SIGTERM | FaultKind.SIGSTOP:
             os.kill(os.getpid(), signal.Signals[kind.name])
-        case Fault.SEGFAULT:
+        case FaultKind.SEGFAULT:
             _no_core_dump()
             ctypes.string_at(0)
-        case Fault.ABORT:
+        case FaultKind.ABORT:
             _no_core_dump()
             os.abort()
-        case Fault.SLEEP:
+        case FaultKind.SLEEP:
             time.sleep(seconds)
-        case Fault.GIL:
+        case FaultKind.GIL:
             _hold_gil(seconds)
-        case Fault.COLLECTIVE:
+        case FaultKind.COLLECTIVE:
             _wait_in_collective(seconds)
         case _:
-            raise TypeError(f"kind={kind!r} must be a Fault, one of {_names(Fault)}")
+            raise TypeError(f"kind={kind!r} must be a FaultKind, one of {_names(FaultKind)}")
 
 
 class _TimeSpec(ctypes.Structure):
@@ -406,3 +406,6 @@ def _one_of(kinds: type[E], name: str, value: Any) -> E:
 
 def _names(kinds: type[enum.Enum]) -> str:
     return ", ".join(kind.value for kind in kinds)
+
+
+__getattr__ = _renamed.of_module(__name__, globals(), {"Fault": "FaultKind"})

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from ft_wrapper import CallWrapper, Limits, Wrapper, events
 from ft_wrapper.checkpoints import Checkpoints
-from ft_wrapper.testing.inject_fault import Fault, inject_fault
+from ft_wrapper.testing.inject_fault import FaultKind, inject_fault
 
 EVERY = 4
 """Steps between two checkpoints."""
@@ -58,7 +58,7 @@ class Planned:
         rank: the active rank.
     """
 
-    kind: Fault
+    kind: FaultKind
     point: str
     step: int
     rank: int
@@ -70,7 +70,7 @@ class Planned:
     def parse(cls, text: str) -> Planned:
         """Reads what ``str`` made."""
         kind, point, step, rank = text.split(":")
-        return cls(Fault(kind), point, int(step), int(rank))
+        return cls(FaultKind(kind), point, int(step), int(rank))
 
 
 @dataclasses.dataclass

@@ -25,7 +25,7 @@ from ft_wrapper.abort import close_aborted_sockets
 from ft_wrapper.state import FrozenState, Mode
 from ft_wrapper.testing.inject_fault import (
     ENV,
-    Fault,
+    FaultKind,
     FaultSpec,
     InjectedFault,
     InjectFinalize,
@@ -72,14 +72,14 @@ def status_of(pid: int, options: int = 0) -> int:
 @pytest.mark.parametrize(
     ("kind", "code"),
     [
-        (Fault.EXIT, 1),
-        (Fault.SIGKILL, -signal.SIGKILL),
-        (Fault.SIGTERM, -signal.SIGTERM),
-        (Fault.SEGFAULT, -signal.SIGSEGV),
-        (Fault.ABORT, -signal.SIGABRT),
+        (FaultKind.EXIT, 1),
+        (FaultKind.SIGKILL, -signal.SIGKILL),
+        (FaultKind.SIGTERM, -signal.SIGTERM),
+        (FaultKind.SEGFAULT, -signal.SIGSEGV),
+        (FaultKind.ABORT, -signal.SIGABRT),
     ],
 )
-def test_a_fault_ends_the_process(kind: Fault, code: int, tmp_path: Path) -> None:
+def test_a_fault_ends_the_process(kind: FaultKind, code: int, tmp_path: Path) -> None:
     def body() -> None:
         os.chdir(tmp_path)  # for the core file that must not be written, though it may
         hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
@@ -92,7 +92,7 @@ def test_a_fault_ends_the_process(kind: Fault, code: int, tmp_path: Path) -> Non
 
 
 def test_sigstop_stops_the_process_until_it_is_continued() -> None:
-    pid = fork(lambda: inject_fault(Fault.SIGSTOP))
+    pid = fork(lambda: inject_fault(FaultKind.SIGSTOP))
     assert os.WIFSTOPPED(status_of(pid, os.WUNTRACED))
     os.kill(pid, signal.SIGCONT)
     assert os.waitstatus_to_exitcode(status_of(pid)) == RETURNED
@@ -100,7 +100,7 @@ def test_sigstop_stops_the_process_until_it_is_continued() -> None:
 
 def test_an_exception_is_raised() -> None:
     with pytest.raises(InjectedFault):
-        inject_fault(Fault.EXCEPTION)
+        inject_fault(FaultKind.EXCEPTION)
 
 
 def test_a_sleeping_hang_lasts_until_a_signal_interrupts_it() -> None:
@@ -111,7 +111,7 @@ def test_a_sleeping_hang_lasts_until_a_signal_interrupts_it() -> None:
         signal.signal(signal.SIGUSR1, free)
         # Another thread runs during the hang, and ends it.
         threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGUSR1)).start()
-        inject_fault(Fault.SLEEP)
+        inject_fault(FaultKind.SLEEP)
 
     assert os.waitstatus_to_exitcode(status_of(fork(body))) == INTERRUPTED
 
@@ -132,7 +132,7 @@ def test_a_hang_holding_the_gil_stops_other_threads_and_signal_handlers() -> Non
         thread.start()
         begin = time.monotonic()
         signal.setitimer(signal.ITIMER_REAL, seconds / 2)
-        inject_fault(Fault.GIL, duration=seconds)
+        inject_fault(FaultKind.GIL, duration=seconds)
         end = time.monotonic()
         done.set()
         thread.join()
@@ -147,9 +147,9 @@ def test_a_hang_holding_the_gil_stops_other_threads_and_signal_handlers() -> Non
 
 COLLECTIVE = """
 import os, sys, threading
-from ft_wrapper.testing.inject_fault import Fault, inject_fault
+from ft_wrapper.testing.inject_fault import FaultKind, inject_fault
 threading.Timer(0.05, print, ("others run",), {"flush": True}).start()
-inject_fault(Fault.COLLECTIVE)
+inject_fault(FaultKind.COLLECTIVE)
 """
 
 
@@ -165,7 +165,7 @@ def test_a_collective_that_a_peer_never_enters_blocks_that_thread_only() -> None
 
 def test_a_collective_ends_at_its_duration() -> None:
     with pytest.raises(RuntimeError, match="Timed out waiting"):
-        inject_fault(Fault.COLLECTIVE, duration=0.05)
+        inject_fault(FaultKind.COLLECTIVE, duration=0.05)
 
 
 def test_a_collective_is_freed_by_shutting_down_gloo() -> None:
@@ -179,7 +179,7 @@ def test_a_collective_is_freed_by_shutting_down_gloo() -> None:
     thread.start()
     try:
         with pytest.raises(RuntimeError) as raised:
-            inject_fault(Fault.COLLECTIVE)
+            inject_fault(FaultKind.COLLECTIVE)
     finally:
         freed.set()
         thread.join()
@@ -189,14 +189,14 @@ def test_a_collective_is_freed_by_shutting_down_gloo() -> None:
 
 specs = st.builds(
     FaultSpec,
-    kind=st.sampled_from(Fault),
+    kind=st.sampled_from(FaultKind),
     rank=st.none() | st.integers(0, 99),
     iteration=st.none() | st.integers(0, 99),
     step=st.none() | st.integers(0, 10**6),
     where=st.sampled_from([Where.STEP, Where.ATOMIC]),
 ) | st.builds(
     FaultSpec,
-    kind=st.sampled_from(Fault),
+    kind=st.sampled_from(FaultKind),
     slot=st.none() | st.integers(0, 99),
     iteration=st.none() | st.integers(0, 99),
     where=st.sampled_from([Where.INITIALIZE, Where.FINALIZE]),
@@ -210,8 +210,8 @@ def test_what_is_written_is_read_again(written: list[FaultSpec]) -> None:
 
 def test_spaces_and_an_empty_text_are_fine() -> None:
     assert parse_faults(" sigkill : rank = 0 : step=20 , exit,") == (
-        FaultSpec(Fault.SIGKILL, rank=0, step=20),
-        FaultSpec(Fault.EXIT),
+        FaultSpec(FaultKind.SIGKILL, rank=0, step=20),
+        FaultSpec(FaultKind.EXIT),
     )
     assert parse_faults("") == ()
 
@@ -246,7 +246,7 @@ def test_malformed_faults_are_refused(
 )
 def test_wrong_types_are_refused(fields: dict[str, object], name: str) -> None:
     with pytest.raises(TypeError, match=f"^{name}="):
-        FaultSpec(**{"kind": Fault.EXIT, **fields})  # type: ignore[arg-type]
+        FaultSpec(**{"kind": FaultKind.EXIT, **fields})  # type: ignore[arg-type]
 
 
 PLACE = {"rank": 1, "slot": 2, "iteration": 3, "step": 4}
@@ -324,7 +324,7 @@ def test_plug_ins_ask_with_the_state(plug_in: type[InjectInitialize] | type[Inje
 
 @given(st.integers(), st.integers(0, 20))
 def test_random_faults_depend_on_the_seed_alone(seed: int, count: int) -> None:
-    kinds = [Fault.EXCEPTION, Fault.SIGKILL, Fault.SLEEP]
+    kinds = [FaultKind.EXCEPTION, FaultKind.SIGKILL, FaultKind.SLEEP]
     faults = random_faults(seed, kinds, ranks=range(3), steps=range(5, 25), count=count)
     assert faults == random_faults(seed, kinds, ranks=range(3), steps=range(5, 25), count=count)
     steps = [fault.step for fault in faults]
@@ -335,7 +335,7 @@ def test_random_faults_depend_on_the_seed_alone(seed: int, count: int) -> None:
 
 
 def test_other_seeds_choose_other_faults() -> None:
-    chosen = {random_faults(seed, [Fault.EXIT], range(3), range(60), 3) for seed in range(10)}
+    chosen = {random_faults(seed, [FaultKind.EXIT], range(3), range(60), 3) for seed in range(10)}
     assert len(chosen) > 5
 
 
@@ -344,6 +344,6 @@ def test_other_seeds_choose_other_faults() -> None:
     [({"kinds": []}, "kinds="), ({"ranks": []}, "ranks="), ({"count": 3}, "count=3.*0..2")],
 )
 def test_random_faults_need_a_choice(wrong: dict[str, object], message: str) -> None:
-    arguments = {"seed": 0, "kinds": [Fault.EXIT], "ranks": [0], "steps": [1, 2], "count": 1, **wrong}
+    arguments = {"seed": 0, "kinds": [FaultKind.EXIT], "ranks": [0], "steps": [1, 2], "count": 1, **wrong}
     with pytest.raises(ValueError, match=message):
         random_faults(**arguments)  # type: ignore[arg-type]

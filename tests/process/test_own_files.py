@@ -101,7 +101,7 @@ KINDS = [
 def write_events(path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(events.ENV, str(path))
-        events.check()
+        events.check_events_file()
 
 
 def truncate(path: Path) -> None:

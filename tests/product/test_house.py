@@ -74,10 +74,10 @@ LINES = {
 
 # Names that stand for two things, by the change that tells them apart.
 CLASSES_TWICE = {
-    SHELL: {"Entry", "FT", "Fault"},
+    SHELL: {"FT"},
 }
 FUNCTIONS_TWICE = {
-    SHELL: {"check", "main"},
+    SHELL: {"main"},
 }
 
 NOT_OURS = frozenset(

@@ -42,7 +42,7 @@ NAMES = {
     "attribution": "Interruption InterruptionRecord",
     "integrations.accelerate": "ForgetAccelerate load_newest begin_step save_state",
     "testing": "FakeStore EtcdServer",
-    "testing.inject_fault": "Fault FaultSpec InjectInitialize InjectFinalize inject_fault",
+    "testing.inject_fault": "FaultKind FaultSpec InjectInitialize InjectFinalize inject_fault",
     "checkpoints": "Checkpoint Checkpoints",
     "report": "Report Restart Incident Goodput PHASES BUCKETS make_reports",
     "run": "main",

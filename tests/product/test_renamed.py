@@ -6,7 +6,7 @@ import pytest
 
 from ft_wrapper import Limits, RestartReport, Wrapper, events, exception
 from ft_wrapper.restart import report as reports
-from ft_wrapper.testing import scheduler
+from ft_wrapper.testing import inject_fault, scheduler
 
 REPORT = RestartReport(
     iteration=1,
@@ -27,6 +27,8 @@ REPORT = RestartReport(
         (exception, "Drained", "RankDrained"),
         (exception, "Excluded", "RankExcluded"),
         (events, "read", "load"),
+        (events, "check", "check_events_file"),
+        (inject_fault, "Fault", "FaultKind"),
         (reports, "TookOver", "Promotion"),
         (scheduler, "Policy", "TurnPolicy"),
         (REPORT, "lost", "lost_slots"),

@@ -92,14 +92,14 @@ def test_ranks_get_a_signal_once(tmp_path: Path, name: str, to_all: bool) -> Non
 STUCK = """
     import os, signal
     from ft_wrapper import CallWrapper, Wrapper
-    from ft_wrapper.testing.inject_fault import Fault, inject_fault
+    from ft_wrapper.testing.inject_fault import FaultKind, inject_fault
 
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     @Wrapper(rejoin=True)
     def train(call_wrapper: CallWrapper = None):
         open(f"in.{os.environ['RANK']}.{call_wrapper.iteration}", "w").close()
-        inject_fault(Fault.GIL)
+        inject_fault(FaultKind.GIL)
 
     train()
 """
@@ -125,9 +125,9 @@ STUCK_ON_ONE = WRAPPED.replace(
     """        while not os.path""",
     """        if os.environ["RANK"] == "3" and "SIGINT" not in sys.argv:
             import signal
-            from ft_wrapper.testing.inject_fault import Fault, inject_fault
+            from ft_wrapper.testing.inject_fault import FaultKind, inject_fault
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            inject_fault(Fault.GIL)
+            inject_fault(FaultKind.GIL)
         while not os.path""",
 )
 

@@ -23,7 +23,7 @@ from ft_wrapper.protocol.global_iteration import GlobalIteration
 from ft_wrapper.protocol.records import View
 from ft_wrapper.rank_assignment import MaxActiveWorldSize, RankAssignment, RankAssignmentCtx, ShiftRanks
 from ft_wrapper.store import TCPStore
-from ft_wrapper.testing.inject_fault import Fault, inject_fault
+from ft_wrapper.testing.inject_fault import FaultKind, inject_fault
 
 
 def happen(kind: str, folder: str) -> None:
@@ -34,7 +34,7 @@ def happen(kind: str, folder: str) -> None:
         (fired / "in the restart").touch(exist_ok=False)
     except FileExistsError:
         return
-    inject_fault(Fault(kind))
+    inject_fault(FaultKind(kind))
 
 
 class InAbort(AbortTorchDistributed):

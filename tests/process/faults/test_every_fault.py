@@ -13,7 +13,7 @@ import pytest
 from fault_job import STEPS, check, start, trains
 from rank_harness import Job
 
-from ft_wrapper.testing.inject_fault import Fault
+from ft_wrapper.testing.inject_fault import FaultKind
 
 # What happens, and to which slots.
 PLACES = {
@@ -31,42 +31,42 @@ PLACES = {
     "the spare's finalize": ("exception:rank=1:step=1,{}:slot=3:where=finalize", {3}),
 }
 # The rank itself survives these, unless they happen where it cannot be interrupted.
-SURVIVED = {Fault.EXCEPTION, Fault.SLEEP, Fault.COLLECTIVE}
-WHOLE_ENDS = {Fault.EXCEPTION, Fault.SIGKILL}
+SURVIVED = {FaultKind.EXCEPTION, FaultKind.SLEEP, FaultKind.COLLECTIVE}
+WHOLE_ENDS = {FaultKind.EXCEPTION, FaultKind.SIGKILL}
 ALWAYS = {
-    (Fault.EXCEPTION, "finalize"),
-    (Fault.EXCEPTION, "last atomic"),
-    (Fault.EXCEPTION, "two ranks at once"),
-    (Fault.SLEEP, "finalize"),
-    (Fault.SLEEP, "atomic"),
-    (Fault.SLEEP, "two ranks at once"),
-    (Fault.SIGSTOP, "two ranks at once"),
-    (Fault.GIL, "atomic"),
-    (Fault.COLLECTIVE, "initialize of a restart"),
-    (Fault.SIGTERM, "initialize"),
+    (FaultKind.EXCEPTION, "finalize"),
+    (FaultKind.EXCEPTION, "last atomic"),
+    (FaultKind.EXCEPTION, "two ranks at once"),
+    (FaultKind.SLEEP, "finalize"),
+    (FaultKind.SLEEP, "atomic"),
+    (FaultKind.SLEEP, "two ranks at once"),
+    (FaultKind.SIGSTOP, "two ranks at once"),
+    (FaultKind.GIL, "atomic"),
+    (FaultKind.COLLECTIVE, "initialize of a restart"),
+    (FaultKind.SIGTERM, "initialize"),
 }
 
 
-def _when(kind: Fault, place: str) -> list[pytest.MarkDecorator]:
+def _when(kind: FaultKind, place: str) -> list[pytest.MarkDecorator]:
     if place == "middle step":
         return [pytest.mark.whole_ends("one with all ranks, one without")] if kind in WHOLE_ENDS else []
-    if kind is Fault.SIGKILL or (kind, place) in ALWAYS:
+    if kind is FaultKind.SIGKILL or (kind, place) in ALWAYS:
         return []
     return [pytest.mark.nightly("the kind runs in another place, and the place with another kind")]
 
 
 MATRIX = [
     pytest.param(kind, place, id=f"{kind.value}-{place}", marks=_when(kind, place))
-    for kind in Fault
+    for kind in FaultKind
     for place in PLACES
 ]
 
 
-def ends_the_rank(kind: Fault, place: str) -> bool:
+def ends_the_rank(kind: FaultKind, place: str) -> bool:
     if "finalize" in place:
         return True
     if "atomic" in place:
-        return kind is not Fault.EXCEPTION
+        return kind is not FaultKind.EXCEPTION
     return kind not in SURVIVED
 
 
@@ -75,7 +75,7 @@ def test_the_survivors_finish(
     job: Job,
     tmp_path: Path,
     record_property: Callable[[str, object], None],
-    kind: Fault,
+    kind: FaultKind,
     place: str,
 ) -> None:
     faults, victims = PLACES[place]
@@ -83,7 +83,7 @@ def test_the_survivors_finish(
     job.wait_for_end()
     gone = victims if ends_the_rank(kind, place) else set()
     # A hung spare does not keep the others from finishing before its soft_timeout; then only its end is left.
-    hangs = place == "the spare's initialize" and kind in (Fault.SLEEP, Fault.COLLECTIVE)
+    hangs = place == "the spare's initialize" and kind in (FaultKind.SLEEP, FaultKind.COLLECTIVE)
     perhaps = victims if hangs else set()
     restarts = check(job, tmp_path, gone=gone, perhaps=perhaps, faults=faults.count(",") + 1)
     record_property("restarts", restarts)

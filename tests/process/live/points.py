@@ -18,7 +18,7 @@ from ft_wrapper import events
 from ft_wrapper.live import live_state, performer, wire
 from ft_wrapper.live.commit import Course
 from ft_wrapper.live.plan import Holding, Plan, Register, Rung, make_plan
-from ft_wrapper.testing.inject_fault import Fault, inject_fault
+from ft_wrapper.testing.inject_fault import FaultKind, inject_fault
 
 STEP_POINTS = (
     *("step", "backward", "micro", "before vote", "in vote", "in vote", "after vote"),
@@ -31,8 +31,8 @@ RECOVERY_POINTS = (
 TORN = ("in update", "in roll")
 """An exception there leaves half an update behind."""
 
-QUICK = (Fault.EXCEPTION, Fault.SIGKILL)
-SLOW = (Fault.SLEEP, Fault.COLLECTIVE, Fault.SIGSTOP)
+QUICK = (FaultKind.EXCEPTION, FaultKind.SIGKILL)
+SLOW = (FaultKind.SLEEP, FaultKind.COLLECTIVE, FaultKind.SIGSTOP)
 """They take as long as a timeout."""
 
 
@@ -50,7 +50,7 @@ class Planned:
         after: number of the fault that must have happened before; -1: none.
     """
 
-    kind: Fault
+    kind: FaultKind
     point: str
     step: int = 0
     rank: int | None = None
@@ -62,7 +62,7 @@ class Planned:
 def parse_faults(text: str) -> list[Planned]:
     """Reads faults: kind, point, step and rank with colons in between, and commas between faults."""
     parts = [part.split(":") for part in text.split(",")]
-    return [Planned(Fault(kind), point, int(step), int(rank)) for kind, point, step, rank in parts]
+    return [Planned(FaultKind(kind), point, int(step), int(rank)) for kind, point, step, rank in parts]
 
 
 def random_faults(seed: int, steps: int, active: int) -> list[Planned]:
@@ -101,7 +101,7 @@ def random_kills(seed: int, steps: int, active: int, every: int) -> list[Planned
     choose = random.Random(seed)
     return [
         Planned(
-            Fault.SIGKILL,
+            FaultKind.SIGKILL,
             choose.choice(STEP_POINTS),
             step + choose.randrange(every),
             choose.randrange(active),

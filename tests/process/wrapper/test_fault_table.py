@@ -15,7 +15,7 @@ from ft_wrapper import CallWrapper, FrozenState, Wrapper
 from ft_wrapper.abort import Abort
 from ft_wrapper.initialize import Initialize
 from ft_wrapper.monitor.rank_monitor import RankMonitor
-from ft_wrapper.testing.inject_fault import Fault, inject_fault
+from ft_wrapper.testing.inject_fault import FaultKind, inject_fault
 
 
 def kinds_of(call_wrapper: CallWrapper) -> list[Any]:
@@ -31,7 +31,7 @@ def dies(rank: Rank, kind: str, victim: int) -> Any:
         if call_wrapper.iteration == 0:
             if rank.slot == victim:
                 assert rank.hear() == "die"
-                inject_fault(Fault(kind))
+                inject_fault(FaultKind(kind))
             rank.say("in")
             rank.train()
         return [os.getpid(), os.environ["RANK"], os.environ["WORLD_SIZE"], kinds_of(call_wrapper)]
@@ -93,7 +93,7 @@ def stands_still(rank: Rank, where: str) -> Any:
         if call_wrapper.iteration == 0:
             if rank.slot == 1:
                 if where == "collective":
-                    inject_fault(Fault.COLLECTIVE)
+                    inject_fault(FaultKind.COLLECTIVE)
                 rank.hang()
             rank.train()
         return [os.getpid(), os.environ["RANK"], os.environ["WORLD_SIZE"], kinds_of(call_wrapper)]
