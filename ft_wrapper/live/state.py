@@ -299,9 +299,7 @@ class Sharded(Form):
         Raises:
             ValueError: a parameter is not sharded, or on another mesh.
         """
-        objects = self._build()
-        self._capture(objects)
-        return objects
+        return self._capture(self._build())
 
     def rebind(self, objects: Objects) -> Objects:
         """See `Form`. Gradients stay behind, with the old objects."""
@@ -315,8 +313,7 @@ class Sharded(Form):
         """
         # An update of old objects in this iteration has filled DTensor's caches with the old mesh again.
         clear_caches()
-        objects = self._build_on_meta()
-        self._capture(objects)
+        objects = self._capture(self._build_on_meta())
         self.fill(objects, flat)
         _check_not_on_meta(objects)
         return objects
@@ -329,7 +326,8 @@ class Sharded(Form):
             for inner, parameter in getattr(value, _CAPTURED, {}).items()
         }
 
-    def _capture(self, objects: Objects) -> None:
+    def _capture(self, objects: Objects) -> Objects:
+        """Notes the parameters of the modules on them."""
         for name, value in objects.items():
             if isinstance(value, torch.nn.Module):
                 found = super().parameters({name: value})
@@ -343,6 +341,7 @@ class Sharded(Form):
                 raise ValueError(
                     f"{name!r} is on {parameter.device_mesh}, and mesh={self._mesh}; pass the same mesh"
                 )
+        return objects
 
     def _build_on_meta(self) -> Objects:
         try:
