@@ -57,9 +57,8 @@ class CallWrapper:
         self._call, self.services = call, call.services  # these for live states and checkpoints alone
         memory, member = call.own.memory, weakref.ref(call.own.member)  # a ping may outlive the call
         ping, step = memory.make_ping(lambda: _note_step(member(), memory), _leave)
-        vars(self).update(
-            ping=ping, step=step
-        )  # in place of the methods, which would take longer to call them
+        # In place of the methods, which would take longer to call them.
+        vars(self).update(ping=ping, step=step)
 
     def ping(self, step: int | None = None) -> None:
         """Reports progress: ``call_wrapper.ping(step)`` when a step begins, ``ping()`` in between.

@@ -359,17 +359,14 @@ def inject_fault(kind: FaultKind, duration: float | None = None) -> None:
             raise TypeError(f"kind={kind!r} must be a FaultKind, one of {_names(FaultKind)}")
 
 
-class _TimeSpec(ctypes.Structure):
-    _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
-
-
 def _hold_gil(seconds: float) -> None:
     # Locking a mutex twice blocks in C, and unlike sleep(3) a signal does not end it. PyDLL, unlike CDLL,
-    # keeps the GIL during the call. Zeros are PTHREAD_MUTEX_INITIALIZER; 128 bytes hold any platform's.
+    # keeps the GIL during the call. Zeros are PTHREAD_MUTEX_INITIALIZER; 128 bytes hold any platform's. A
+    # timespec is two longs.
     libc = ctypes.PyDLL(None)
     mutex = (ctypes.c_long * 16)()
     until = time.time() + seconds
-    deadline = _TimeSpec(int(until), int(until % 1 * 1e9))
+    deadline = (ctypes.c_long * 2)(int(until), int(until % 1 * 1e9))
     libc.pthread_mutex_lock(mutex)
     libc.pthread_mutex_timedlock(mutex, ctypes.byref(deadline))
 
