@@ -125,12 +125,9 @@ class BlockingGroup(dist.ProcessGroup):
             return
         if self._on_abort is OnAbort.IS_SLOW:
             threading.Event().wait(1.0)
-        self._free()
+        self._ends.set("end", "")
         if self._on_abort is OnAbort.RAISES:
             raise RuntimeError(f"abort of {self._backend_name!r} raises")
-
-    def _free(self) -> None:
-        self._ends.set("end", "")
 
 
 for _name in (
@@ -164,4 +161,4 @@ class _Depending(BlockingGroup):
             self._living.discard(self)
             self._begun.notify_all()
             self._begun.wait_for(lambda: not self._living, _LIMIT.total_seconds())
-        self._free()
+        self._ends.set("end", "")

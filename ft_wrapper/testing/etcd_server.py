@@ -359,8 +359,7 @@ class EtcdServer:
         Raises:
             StoreError: it does not.
         """
-        client = self._client(self._endpoint(member), _ANSWER_WITHIN)
-        with contextlib.closing(client):
+        with contextlib.closing(self._client(self._endpoint(member), _ANSWER_WITHIN)) as client:
             return client.request("status", "maintenance/status", {})
 
 

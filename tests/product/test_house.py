@@ -68,7 +68,7 @@ LINES = {
     "integrations": Budget(370),
     "check": Budget(222),
     "report": Budget(810, 1045, SHELL),
-    "testing": Budget(1170, 1202, SHELL),
+    "testing": Budget(1170, 1199, SHELL),
 }
 """Code lines of each package: no blank lines, comments or docstrings. ``top`` is what lies in none."""
 
