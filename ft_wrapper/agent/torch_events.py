@@ -1,4 +1,4 @@
-"""What torch's launcher, metrics and handler of events hear of an agent, by torch's own code for that."""
+"""What torch hears of an agent, by torch's own code for that: events, metrics."""
 
 from typing import Any, NoReturn
 
