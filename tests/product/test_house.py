@@ -52,7 +52,7 @@ class Budget:
 LINES = {
     "top": Budget(990, 1362, CORE),
     "cli": Budget(700, 795, SHELL),
-    "restart": Budget(1200, 1527, CORE),
+    "restart": Budget(1200, 1528, CORE),
     "rank_assignment": Budget(500),
     "protocol": Budget(2170, 2271, CORE),
     "store": Budget(1670, 1889, CORE),

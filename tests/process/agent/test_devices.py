@@ -139,7 +139,10 @@ def test_an_active_rank_without_a_device_leaves_and_the_others_go_on(tmp_path: P
     """The code's assignment has more active ranks than ftrun says. A new process would fare no better."""
     noted = tmp_path / "noted"
     noted.mkdir()
-    source = script("{'rank_assignment': ActivateAllRanks(), 'min_world_size': 2}") + "\ndevice._LOOKS = 5\ntrain()\n"
+    source = (
+        script("{'rank_assignment': ActivateAllRanks(), 'min_world_size': 2}")
+        + "\ndevice._LOOKS = 5\ntrain()\n"
+    )
     (tmp_path / "script.py").write_text(source.replace("\ntrain()\n", "\n", 1))
     options = ["--nproc-per-node", "3", "--active-world-size", "2", "--devices-per-node", "2"]
     with FtRun(tmp_path / "job", *options, str(tmp_path / "script.py"), str(noted), "[]") as job:
