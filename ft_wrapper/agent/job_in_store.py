@@ -60,18 +60,17 @@ class JobInStore:
         agreement = self._agreement
 
         def ask() -> JobFacts:
-            head, record = (
-                agreement.iterations.read_head(),
-                record_of(self.store, agreement.joining.newest_of(slot)),
-            )
+            head = agreement.iterations.read_head()
+            record = record_of(self.store, agreement.joining.newest_of(slot))
             own = record if record.pid == pid else MemberRecord()
             terms, faults = None, []
             if head is not None:
                 terms, faults = read(self.store, keys.terms(head.call)), agreement.ends.faults_of(head.n)
+            agreed = {} if terms is None else json.loads(terms)
             its = [fault.message for fault in faults if (fault.member.slot, fault.pid) == (slot, pid)]
             return JobFacts(
                 formed=head is not None or self._have_formed(),
-                admits=terms is None or json.loads(terms).get("use_global_iteration", True) is True,
+                admits=not isinstance(agreed, dict) or agreed.get("rejoin", True) is True,
                 gave_up=own.gave_up,
                 stranded=any(message.startswith(_STRANDED) for message in its),
                 ended_by=own.ended_by or "",

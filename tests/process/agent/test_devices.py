@@ -28,8 +28,8 @@ from ft_wrapper.torch_groups.device import DEVICES_ENV, own_device, take_device
 SCRIPT = """
     import json, os, signal, socket, sys, time
     import torch.distributed as dist
-    from ft_wrapper import CallWrapper, Limits, Wrapper
-    from ft_wrapper.rank_assignment import ActivateAllRanks, Layer, LayerFlag, Tree
+    from ft_wrapper import CallWrapper, Compose, Limits, Wrapper
+    from ft_wrapper.rank_assignment import ActivateAllRanks, Layer, LayerFlag, ShiftRanks, Tree
     from ft_wrapper.torch_groups import device
 
     folder, plan = sys.argv[1], json.loads(sys.argv[2])
@@ -140,7 +140,7 @@ def test_an_active_rank_without_a_device_leaves_and_the_others_go_on(tmp_path: P
     noted = tmp_path / "noted"
     noted.mkdir()
     source = (
-        script("{'rank_assignment': ActivateAllRanks(), 'min_world_size': 2}")
+        script("{'rank_assignment': Compose(ActivateAllRanks(), ShiftRanks()), 'min_world_size': 2}")
         + "\ndevice._LOOKS = 5\ntrain()\n"
     )
     (tmp_path / "script.py").write_text(source.replace("\ntrain()\n", "\n", 1))
