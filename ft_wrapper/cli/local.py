@@ -99,7 +99,8 @@ def jobs_here(name: str = "") -> list[tuple[LocalJob, str]]:
                 with agent.makefile(encoding="utf-8") as lines:
                     job = LocalJob(**json.loads(lines.readline()))
                     if not name or name in job.names:
-                        found.setdefault(job.names[0], (job, lines.readline().strip()))
+                        found.setdefault(job.names[0], (job, ""))  # also if its store does not answer in time
+                        found[job.names[0]] = job, lines.readline().strip()
     return sorted(found.values(), key=lambda one: one[0].pid)
 
 

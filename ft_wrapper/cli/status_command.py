@@ -36,10 +36,8 @@ def main_status(argv: Sequence[str]) -> int:
     """
     what = "Shows the state of a wrapped job: its iteration, its ranks, the last fault."
     parser = argparse.ArgumentParser("ftrun status", description=what, allow_abbrev=False)
-    what = (
-        f"{ENDPOINT}: where the nodes meet, or the store of the ranks, which have it in {ANNOUNCED}; ftrun "
-    )
-    what += "prints it at the start (default: the job on this host)"
+    what = f"{ENDPOINT}: where the nodes meet, or the store of the ranks, which have it in {ANNOUNCED}; "
+    what += "ftrun prints it at the start (default: the job on this host)"
     given = os.environ.get(ANNOUNCED)
     parser.add_argument("endpoint", nargs="?", default=given, metavar="ENDPOINT", help=what)
     what = "keep running, and print the status again when it changes"

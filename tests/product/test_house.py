@@ -51,7 +51,7 @@ class Budget:
 
 LINES = {
     "top": Budget(990, 1362, CORE),
-    "cli": Budget(700, 795, SHELL),
+    "cli": Budget(700, 794, SHELL),
     "restart": Budget(1200, 1528, CORE),
     "rank_assignment": Budget(500),
     "protocol": Budget(2170, 2271, CORE),

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -308,6 +309,24 @@ def test_what_an_agent_does_not_know_is_read_from_the_store(
         with local.served(job_at(endpoint)):
             assert main(["status"]) == 0
         assert capsys.readouterr().out.startswith("not formed")
+
+
+def test_a_job_whose_store_does_not_answer_is_found_all_the_same(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, over = threading.Event(), threading.Event()
+
+    def read_now(endpoint: str) -> str:
+        asked.set()
+        over.wait(60)
+        return ""
+
+    monkeypatch.setattr(stores, "read_now", read_now)
+    monkeypatch.setattr(local, "_PATIENCE", 0.2)
+    with local.served(job_at("h:8")):
+        assert [(job.pid, said) for job, said in local.jobs_here()] == [(1, "")]
+        assert asked.is_set()
+        over.set()
 
 
 @pytest.mark.parametrize("endpoint", [[], ["host"], ["host:port"], [":29400"]])
