@@ -33,9 +33,9 @@ class Counts:
 class Group:
     """The ranks of a node.
 
-    Its state is INIT; HEALTHY from a start on; UNHEALTHY while one has failed and the others go on; STOPPED
-    while all are ended to be started again, or after a signal; SUCCEEDED or FAILED at the end; UNKNOWN if
-    something went wrong half-way.
+    States: INIT before the start; HEALTHY while all run; UNHEALTHY after a rank failed, while others run;
+    STOPPED during a restart of all or after a signal; SUCCEEDED or FAILED at the end; UNKNOWN after an error
+    of the agent itself.
 
     Args:
         role: their name.

@@ -33,9 +33,9 @@ class JobInStore:
 
     Args:
         address: of the store.
-        have_formed: whether the ranks are known to have formed a job: then the store is not asked.
-        call: calls a function that asks the store, for so many seconds at the most, if any are given. Raises
-            StoreUnavailable if that is not worth waiting for.
+        have_formed: whether the ranks are known to have formed a job.
+        call: runs a query of the store, with a timeout in seconds or None. Raises StoreUnavailable on a
+            timeout or a signal.
 
     Raises:
         StoreError: it does not answer.
