@@ -33,7 +33,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-import ft_wrapper.run  # noqa: F401
+import ft_wrapper.cli.run  # noqa: F401
 from ft_wrapper import *  # noqa: F403  # what each of them would load
 from ft_wrapper.agent import standby
 from ft_wrapper.agent.process import await_adoption, die_with

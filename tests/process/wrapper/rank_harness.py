@@ -290,11 +290,12 @@ def template_main(control_fd: int) -> None:
     import torch
     import torch.distributed
 
-    import ft_wrapper
     import ft_wrapper.store.etcd
-    import ft_wrapper.testing.inject_fault  # noqa: F401
+    import ft_wrapper.testing.inject_fault
     from ft_wrapper.torch_groups.warm_up import import_lazy_modules
 
+    for name in ft_wrapper.__all__:  # each is loaded at its first use
+        getattr(ft_wrapper, name)
     import_lazy_modules()  # what each rank with an optimizer, or a sharded model, would import
     importlib.import_module("torch.distributed.checkpoint")
     torch.set_num_threads(1)
