@@ -1,11 +1,10 @@
 """The command ``ftrun report``: of events files, tables on the terminal or a page."""
 
 import argparse
-import contextlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from typing import BinaryIO
+from collections.abc import Sequence
+from pathlib import Path
 
 from .._text import plural
 from . import PHASES, make_reports
@@ -23,16 +22,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = _parser().parse_args(argv)
     try:
-        with _page(args.html) if args.html is not None else contextlib.nullcontext() as page:
-            records, left_out = read_files(args.events)
-            if left_out:
-                count = f"{len(left_out)} {plural(len(left_out), 'record')} left out"
-                print(f"ftrun report: {count}, the first at {left_out[0]}", file=sys.stderr)
-            reports = make_reports(records)
-            if page is not None:
-                from .page import make_page  # needs Jinja2
+        records, left_out = read_files(args.events)
+        if left_out:
+            count = f"{len(left_out)} {plural(len(left_out), 'record')} left out"
+            print(f"ftrun report: {count}, the first at {left_out[0]}", file=sys.stderr)
+        reports = make_reports(records)
+        if args.html is not None:
+            from .page import make_page  # needs Jinja2
 
-                page.write(make_page(reports).encode(errors="replace"))
+            _write_page(args.html, make_page(reports))
     except (OSError, ValueError, ImportError) as error:
         print(f"ftrun report: error: {error}", file=sys.stderr)
         return 2
@@ -58,48 +56,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-@contextlib.contextmanager
-def _page(path: str) -> Iterator[BinaryIO]:
-    """Opens the page's file; it takes the place of an old one once it is whole.
+def _write_page(path: str, page: str) -> None:
+    """Writes the page, in the place of an old one.
 
     Raises:
         OSError: it cannot be written. The message names the option.
     """
-    where = os.path.realpath(path)
-    is_file = os.path.isfile(where) or not os.path.exists(where)  # else a device or a pipe; a folder raises
-    unfinished = f"{where}.{os.getpid()}.unfinished" if is_file else where
     try:
-        mode = _mode(where) if is_file else None
-        with open(unfinished, "xb" if is_file else "wb") as file, contextlib.ExitStack() as on_error:
-            if is_file:
-                on_error.callback(os.unlink, unfinished)
-            yield file
-            file.flush()
-            if mode is not None:
-                os.fchmod(file.fileno(), mode)
-            if is_file:
-                os.replace(unfinished, where)
-            on_error.pop_all()
+        if os.path.isfile(path):
+            with open(path, "rb") as old:
+                if old.read(9) == b'{"event":':  # a shell has put the name of the first events file there
+                    raise OSError(0, "has events of a job, and would be lost")
+        Path(path).write_bytes(page.encode(errors="replace"))
     except OSError as error:
-        # One from elsewhere in the block names its own file.
-        if error.errno is None or error.filename not in (None, where, unfinished):
-            raise
         raise OSError(f"--html {path}: {error.strerror}; name a file that can be written") from error
-
-
-def _mode(path: str) -> int | None:
-    """The permissions of an old file; None if there is none.
-
-    Raises:
-        OSError: it may not be replaced.
-    """
-    try:
-        with open(path, "r+b") as old:
-            if old.read(9) == b'{"event":':  # a shell has put the name of the first events file there
-                words = (
-                    "has events of a job, and would be lost; the option's FILE comes before the events files"
-                )
-                raise OSError(0, words, path)
-            return os.fstat(old.fileno()).st_mode & 0o7777
-    except FileNotFoundError:
-        return None

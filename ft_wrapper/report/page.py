@@ -17,9 +17,6 @@ from .timeline import Row, Seat, Timeline
 #: So many rows can be looked at.
 MOST_ROWS = 64
 
-_COLUMNS = 500  # into which the time of a row is cut that stands for several ranks
-_MOST_SPANS = 400  # of one rank that are shown as they are
-_LEAST = 1 / 256  # a smaller share is not seen
 _WIDTH, _BEFORE, _BEHIND = 1224, 8, 26  # pixels: of a timeline with its names, and beside it
 _CHARACTER, _MOST_CHARACTERS = 6.7, 26  # of a name
 # What no XML may have, and what no file can: a message may have been cut in the middle of a character.
@@ -71,64 +68,45 @@ SHAPE_OF = {kind: shape for shape, kinds in _SHAPES.items() for kind in kinds}
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """What a row did for a while.
+    """What a rank did for a while.
 
     Args:
         state: which of `STATES`.
         begin: seconds since the begin of the job.
         end: likewise.
-        low: shares of the row's ranks: from this one,
-        high: to that one were in the state.
     """
 
     state: Activity
     begin: float
     end: float
-    low: float = 0.0
-    high: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """A row of the picture.
+    """A row of the picture: a rank.
 
     Args:
-        name: the rank, the node, or the first and the last one of several.
-        rows: the seats in it.
-        pieces: what they did.
+        name: its name.
+        seat: its host and slot.
+        pieces: what it did.
     """
 
     name: str
-    rows: Sequence[Row]
+    seat: Seat
     pieces: Sequence[Piece]
-
-    @property
-    def seats(self) -> set[Seat]:
-        """Host and slot of each of its ranks."""
-        return {(row.host, row.slot) for row in self.rows}
-
-    @property
-    def size(self) -> str:
-        """How many ranks it has, and of how many nodes, in words; empty if it is one rank."""
-        hosts, count = len({row.host for row in self.rows}), len(self.rows)
-        ranks = f"{count} {plural(count, 'rank')}"
-        return "" if count == 1 else ranks if hosts == 1 else f"{hosts} nodes, {ranks}"
 
 
 class Picture:
-    """A job as the page shows it; beyond `MOST_ROWS` ranks a row is a node, or several.
+    """A job as the page shows it.
 
     Args:
         report: of the job.
 
     Attributes:
-        lines: its rows. Nodes in which something happened keep a row of their own.
+        lines: its rows; of more than `MOST_ROWS` ranks those in which something happened come first.
         bands: the iterations: number, begin and end of each.
         shares: the states that there were, and their shares of the time, from 0 to 1.
-        left: pixels of the names and sizes of the rows,
-        narrow: of the names alone.
-        row: pixels of a row,
-        pitch: and from one to the next.
+        left: pixels of the names of the rows.
     """
 
     def __init__(self, report: Report) -> None:
@@ -138,17 +116,9 @@ class Picture:
         time = report.time
         shares = [(state, sum(map(time.share, state.buckets))) for state in STATES]
         self.shares = [(state, share) for state, share in shares if share > 0]
-        names = max((len(shortened(line.name)) for line in self.lines), default=0)
-        sizes = max((len(line.size) + 2 for line in self.lines if line.size), default=0)
-        self.narrow = round(names * _CHARACTER) + 10
-        self.left = self.narrow + round(sizes * _CHARACTER)
-        self.row = 18 if self.is_folded or len(self.lines) <= 24 else 14
-        self.pitch = self.row + (4 if self.row == 18 else 3)
-
-    @property
-    def is_folded(self) -> bool:
-        """Whether a row is more than one rank."""
-        return len(self.lines) < len(self.report.time.rows)
+        self.left = 10 + round(
+            _CHARACTER * max((len(shortened(line.name)) for line in self.lines), default=0)
+        )
 
     @property
     def began(self) -> str:
@@ -162,12 +132,12 @@ class Picture:
         width = _WIDTH - self.left - _BEFORE - _BEHIND
         return round(_BEFORE + width * (min(max(at / self.seconds, 0.0), 1.0) if self.seconds else 0.0), 1)
 
-    def marks(self) -> Iterator[tuple[Incident, int, list[Seat]]]:
-        """Which incident is marked in which row, and the ranks of that row that caused it."""
+    def marks(self) -> Iterator[tuple[Incident, int]]:
+        """Which incident is marked in which row."""
         for incident in self.report.incidents:
             for number, line in enumerate(self.lines):
-                if there := sorted(line.seats.intersection(incident.seats)):
-                    yield incident, number, there
+                if line.seat in incident.seats:
+                    yield incident, number
 
     def badges(self) -> list[tuple[float, float, str, Sequence[Incident]]]:
         """Where the numbers are: middle, width, text, and which incidents. No two overlap."""
@@ -217,66 +187,24 @@ def natural(name: str) -> list[tuple[int, str]]:
 
 
 def _lines(report: Report) -> Iterator[Line]:
-    timeline, hosts = report.timeline, {row.host for row in report.time.rows}
-    for rows in _folded(report):
-        first, last = rows[0], rows[-1]
-        if len(rows) == 1:
-            name = f"slot {first.slot} on {first.host}" if len(hosts) > 1 else f"slot {first.slot}"
-        elif len(hosts) == 1:
-            name = f"slots {first.slot} to {last.slot}"
-        else:
-            name = first.host if first.host == last.host else f"{first.host} … {last.host}"
-        is_exact = len(rows) == 1 and len(first.spans) <= _MOST_SPANS
-        yield Line(name, rows, list(_exact(first, timeline) if is_exact else _mixed(rows, timeline)))
+    timeline, rows = report.timeline, report.time.rows
+    is_one_host = len({row.host for row in rows}) == 1
+    marked = {seat for incident in report.incidents for seat in incident.seats}
+
+    def order(row: Row) -> tuple[bool, int, list[tuple[int, str]]]:
+        is_quiet = len(rows) > MOST_ROWS and (row.host, row.slot) not in marked
+        return is_quiet, row.slot, natural(row.host)
+
+    for row in sorted(rows, key=order)[:MOST_ROWS]:
+        name = f"slot {row.slot}" + ("" if is_one_host else f" on {row.host}")
+        yield Line(name, (row.host, row.slot), list(_pieces(row, timeline)))
 
 
-def _folded(report: Report) -> Iterator[Sequence[Row]]:
-    """Which seats go into one row: as few as the number of rows allows."""
-    rows = sorted(report.time.rows, key=lambda row: (natural(row.host), row.slot))
-    if len(rows) <= MOST_ROWS:
-        yield from ([row] for row in sorted(rows, key=lambda row: row.slot))
-        return
-    units = [list(found) for _, found in itertools.groupby(rows, key=lambda row: row.host)]
-    if len(units) == 1:
-        units = [[row] for row in rows]
-    seats = collections.Counter(seat for incident in report.incidents for seat in incident.seats)
-    happened = [sum(seats[row.host, row.slot] for row in unit) for unit in units]
-    most = sorted(range(len(units)), key=lambda place: -happened[place])[: 3 * MOST_ROWS // 4]
-    own = {place for place in most if happened[place] and len(units) > MOST_ROWS}
-    yield from (units[place] for place in sorted(own))
-    quiet = [unit for place, unit in enumerate(units) if place not in own]
-    size = math.ceil(len(quiet) / (MOST_ROWS - len(own)))
-    for place in range(0, len(quiet), size):
-        yield list(itertools.chain.from_iterable(quiet[place : place + size]))
-
-
-def _exact(row: Row, timeline: Timeline) -> Iterator[Piece]:
+def _pieces(row: Row, timeline: Timeline) -> Iterator[Piece]:
     began = timeline.clocks[row.host]
     for state, found in itertools.groupby(row.spans, key=lambda span: STATE_OF[span.kind]):
         spans = list(found)
         yield Piece(state, spans[0].begin - began, spans[-1].end - began)
-
-
-def _mixed(rows: Iterable[Row], timeline: Timeline) -> Iterator[Piece]:
-    """The share of each state, column by column; columns that look the same are one."""
-    width, rows = timeline.seconds / _COLUMNS or 1.0, list(rows)
-    times: list[dict[str, float]] = [collections.defaultdict(float) for _ in range(_COLUMNS)]
-    for row in rows:
-        for span in row.spans:
-            begin, end = ((at - timeline.clocks[row.host]) / width for at in (span.begin, span.end))
-            for column in range(max(int(begin), 0), min(math.ceil(end), _COLUMNS)):
-                share = (min(end, column + 1) - max(begin, column)) / len(rows)
-                times[column][STATE_OF[span.kind].name] += share
-
-    def look(column: int) -> list[tuple[Activity, float]]:
-        shares = ((state, round(times[column][state.name], 3)) for state in STATES)
-        return [(state, share) for state, share in shares if share >= _LEAST]
-
-    for shares, found in itertools.groupby(range(_COLUMNS), key=look):
-        columns, low = list(found), 0.0
-        for state, share in shares:
-            yield Piece(state, columns[0] * width, (columns[-1] + 1) * width, low, min(low + share, 1.0))
-            low += share
 
 
 def _bands(rows: Iterable[Row], timeline: Timeline) -> list[tuple[int, float, float]]:

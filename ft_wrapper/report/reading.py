@@ -26,7 +26,7 @@ _NEEDED_BY = {
     "fault": ("slot",),
     "rank_started": ("child",),
     "rank_ended": ("child",),
-    "restarted": ("line",),
+    "restarted": ("kind", "cause", "culprits", "line"),
     "step": ("step", "began"),
 }
 
@@ -105,7 +105,7 @@ def by_job(records: Iterable[Record]) -> list[tuple[str, list[Record]]]:
         if "nonce" in record:
             graph.add_edge(process, (process[0], record["nonce"]))
         elif process[0] not in with_nonces:
-            graph.add_edge(process, process[0])  # of an older version: there is nothing but the name to go by
+            graph.add_edge(process, process[0])  # before the first iteration there is nothing but the name
         if "child" in record:
             graph.add_edge(process, (*process[:2], record["child"]))
     part = {one: number for number, nodes in enumerate(networkx.connected_components(graph)) for one in nodes}

@@ -106,25 +106,11 @@ def find_incidents(timeline: Timeline) -> tuple[Incident, ...]:
 def _incident(at: float, failed: Iteration, back: Iteration | None, faults: Sequence[Record]) -> Incident:
     """What ended an iteration, by what the last rank that came back has said; else by the faults alone."""
     said: Record = next(iter(back.of("restarted")), {}) if back is not None else {}
-    if "kind" in said:
-        seats = sorted(seat for seat in failed.members if seat[1] in said.get("culprits", ()))
-        marked = tuple(seats) if len(seats) <= _MARKED else ()
-        return Incident(at, said["kind"], said.get("cause") or said["line"], said["line"], marked)
-    faults = [*faults, *_lost(failed, back, faults)]
-    kind, words, seats_ = _blamed(faults) if faults else ("join", "a process joined", ())
-    if said:  # of an older version
-        return Incident(at, kind, said["line"], said["line"])
-    return Incident(at, kind, words, words, seats_)
-
-
-def _lost(failed: Iteration, back: Iteration | None, faults: Sequence[Record]) -> Iterator[Record]:
-    """Members that are out though no fault of theirs is known: their hosts were lost."""
-    if back is not None and back.members:
-        known = {slot for _, slot in back.members} | {fault["slot"] for fault in faults}
-        for host, slot in sorted(failed.members):
-            if slot not in known:
-                message = "stopped answering: evicted"
-                yield {"host": host, "slot": slot, "kind": "UNRESPONSIVE", "message": message}
+    if said:
+        seats = tuple(sorted(seat for seat in failed.members if seat[1] in said["culprits"]))
+        return Incident(at, said["kind"], said["cause"], said["line"], _marked(seats))
+    kind, words, seats = _blamed(faults)
+    return Incident(at, kind, words, words, seats)
 
 
 def _blamed(faults: Sequence[Record]) -> tuple[str, str, tuple[Seat, ...]]:
@@ -145,7 +131,11 @@ def _blamed(faults: Sequence[Record]) -> tuple[str, str, tuple[Seat, ...]]:
     words = "; ".join([*said, f"{rest} more elsewhere"] if rest else said)
     wake = f" (and {others} {plural(others, 'fault')} in its wake)" if others else ""
     seats = tuple(dict.fromkeys((one["host"], one["slot"]) for one in culprits))
-    return kind, words + wake, seats if len(seats) <= _MARKED else ()
+    return kind, words + wake, _marked(seats)
+
+
+def _marked(seats: tuple[Seat, ...]) -> tuple[Seat, ...]:
+    return seats if len(seats) <= _MARKED else ()
 
 
 def _restarts(timeline: Timeline) -> dict[str, Restart]:

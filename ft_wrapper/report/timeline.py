@@ -27,7 +27,6 @@ _FROM = {
     "done": "after_end",
 }
 _DEADLY = ("TERMINATED", "HARD_TIMEOUT")
-_SAME_START = 1.0  # seconds by which two readings of when a process began may differ
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +93,7 @@ class Iteration:
     """One iteration.
 
     Args:
-        name: its nonce; its number, in files of older versions.
+        name: its nonce.
         number: its number. That of another call may be the same.
         events: what happened in it, by host and kind of event; in order.
         first: its first event, by host, on the host's clock.
@@ -279,23 +278,17 @@ def _rows(hosts: Mapping[str, Sequence[Record]]) -> Iterator[Row]:
 def _lives(records: Sequence[Record]) -> list[Life]:
     """The processes of one host, by seat and in their order."""
     lives: dict[int, Life] = {}  # by process id
-    older: list[Life] = []
-    began: dict[int, float] = {}
     children: dict[int, float] = {}
     for record in records:
         pid, event, moment = record["pid"], record["event"], _at(record)
         if event == "rank_started":
             children[record["child"]] = moment
         elif event == "register":
-            started = float(record.get("started", moment))
-            if pid in lives and abs(started - began.get(pid, started)) > _SAME_START:
-                older.append(lives.pop(pid))  # another process has its number now
             if pid not in lives:
-                began[pid] = started
-                born = min(children.get(pid, started), moment)
+                born = min(children.get(pid, float(record.get("started", moment))), moment)
                 lives[pid] = Life(pid, record["slot"], record["incarnation"], born)
             lives[pid].incarnation = record["incarnation"]
-        elif pid not in lives and event in ("decided", "enter") and "slot" in record:  # of an older version
+        elif pid not in lives and event in ("decided", "enter") and "slot" in record:
             lives[pid] = Life(pid, record["slot"], record.get("incarnation", 0), moment)
         if pid in lives and event in _FROM:
             lives[pid].events.append(record)
@@ -305,7 +298,7 @@ def _lives(records: Sequence[Record]) -> list[Life]:
             for life in lives.values():
                 if (life.slot, life.incarnation) == (record["slot"], record.get("incarnation", 0)):
                     life.died = moment
-    return sorted([*older, *lives.values()], key=lambda life: (life.slot, life.born))
+    return sorted(lives.values(), key=lambda life: (life.slot, life.born))
 
 
 def _spans(row: Row, records: Sequence[Record]) -> Iterator[Span]:

@@ -211,7 +211,7 @@ def test_events_of_another_kind_are_left_out(data: st.DataObject) -> None:
         {**found[0], "event": "register", "incarnation": 0, "started": 99.0, "time": 1e9, "nonce": "n"},
         {**found[0], "event": "rank_started", "child": 1},
         {**found[0], "event": "rank_ended", "child": 1},
-        {**found[0], "event": "restarted", "line": "restart 1"},
+        {**found[0], "event": "restarted", "kind": "join", "cause": "c", "culprits": [], "line": "l"},
         {**found[0], "event": "decided", "after": "m", "nonce": "n", "call": 0},
         {**found[0], "event": "step", "step": 3, "began": 101.0, "committed": 2},
     ]

@@ -536,7 +536,7 @@ def test_an_agent_decides_for_a_dead_rank_and_does_not_know_the_jobs_name() -> N
     assert [name for name, _ in by_job(records)] == ["some"]
 
 
-def test_events_of_an_older_version_go_by_the_name_alone() -> None:
+def test_events_without_an_iteration_go_by_the_name_alone() -> None:
     old = [{"event": "enter", "iteration": 0, "pid": pid, "host": "a", "monotonic": 1.0} for pid in (1, 2)]
     assert [name for name, _ in by_job(old)] == [""]
     assert make_goodput(old).steps == 0
