@@ -1,8 +1,8 @@
-"""The page that "A job at a glance" links to, of a real job with twelve faults; and one of a simulated job.
+"""The page that "A job at a glance" links to, of a real job with twelve faults.
 
     python docs/report_pages.py
 
-rewrites ``docs/_static/report.html`` in some two minutes, and puts the other one beside it, for a picture.
+rewrites ``docs/_static/report.html`` in some two minutes.
 """
 
 from __future__ import annotations
@@ -45,23 +45,12 @@ def real_job(folder: Path) -> Path:
     return events
 
 
-def simulated_job(folder: Path) -> Path:
-    """4,096 ranks on 512 nodes, with twelve faults; returns the events file."""
-    events = folder / "simulated"
-    subprocess.run(
-        [sys.executable, str(ROOT / "tests/unit/report/simulated_job.py"), str(events)], check=True
-    )
-    return events
-
-
 def main() -> None:
-    """Makes all of them."""
+    """Makes it."""
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        for events, page in ((real_job(folder), "report.html"), (simulated_job(folder), "report-4096.html")):
-            words = [str(events), "--html", str(STATIC / page)]
-            if command.main(words) != 0:
-                sys.exit(2)
+        words = [str(real_job(Path(name))), "--html", str(STATIC / "report.html")]
+        if command.main(words) != 0:
+            sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,7 @@ import contextlib
 import dataclasses
 import logging
 import os
-import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from torch.distributed.elastic.agent.server.api import WorkerState
 from torch.distributed.elastic.metrics.api import put_metric
@@ -13,7 +12,7 @@ from torch.distributed.elastic.metrics.api import put_metric
 from . import health
 from .group import Group
 from .loop import Launch, Loop
-from .nodes import Nodes, Workers, run_rounds
+from .nodes import Nodes, run_rounds
 from .process import Program
 from .rounds import End
 from .signals import queued
@@ -51,13 +50,24 @@ class Agent:
         Raises:
             CannotStart: the nodes did not meet, or no rank could be started.
             OSError: something that ranks need cannot be had.
+            RuntimeError: it has run before.
         """
-        if program is not None:
-            self._launch = dataclasses.replace(self._launch, program=program)
-        run_id, signals = self._launch.job.run_id, self._launch.signals
-        return run_workers(self.group, run_id, signals, meet, self._open_loop, self._answer)
+        if self.group.state is not WorkerState.INIT:
+            raise RuntimeError("an agent runs once; make another one, with a new rendezvous handler")
+        try:
+            with contextlib.ExitStack() as cleanup:
+                queue = cleanup.enter_context(queued(self._launch.signals))
+                nodes = meet()
+                cleanup.callback(nodes.close)
+                cleanup.enter_context(self._answer(self.group, nodes, self._launch.job.run_id))
+                end = run_rounds(nodes, self._open_loop(nodes, program, cleanup), queue)
+                self.group.finished(end)
+                return end
+        except BaseException:
+            self.group.become(WorkerState.UNKNOWN)
+            raise
 
-    def _open_loop(self, nodes: Nodes, cleanup: contextlib.ExitStack) -> Loop:
+    def _open_loop(self, nodes: Nodes, program: Program | None, cleanup: contextlib.ExitStack) -> Loop:
         launch, locks = self._launch, os.memfd_create("ft_wrapper_devices")
         cleanup.callback(os.close, locks)
         job = dataclasses.replace(
@@ -68,46 +78,8 @@ class Agent:
         )
         if job.shares_processor():
             log.info("OMP_NUM_THREADS=1 for each rank, so that they share the processor; set it to tune")
-        return cleanup.enter_context(Loop(launch, job, nodes, self.group))
-
-
-def run_workers(
-    group: Group,
-    run_id: str,
-    signals: Iterable[signal.Signals],
-    meet: Callable[[], Nodes],
-    open_workers: Callable[[Nodes, contextlib.ExitStack], Workers],
-    answer: Answer = health.health,
-) -> End:
-    """Runs workers of any kind to their end; in the main thread.
-
-    Args:
-        group: their state.
-        run_id: of the job.
-        signals: what ends them.
-        meet: makes this node's part among the others, which does not connect yet.
-        open_workers: makes what starts them, and waits for them; the stack ends them, and closes all.
-        answer: answers whether the agent is alive, meanwhile.
-
-    Raises:
-        CannotStart: the nodes did not meet, or no worker could be started.
-        OSError: something that workers need cannot be had.
-        RuntimeError: the group has been run before.
-    """
-    if group.state is not WorkerState.INIT:
-        raise RuntimeError("an agent runs once; make another one, with a new rendezvous handler")
-    try:
-        with contextlib.ExitStack() as cleanup:
-            queue = cleanup.enter_context(queued(signals))
-            nodes = meet()
-            cleanup.callback(nodes.close)
-            cleanup.enter_context(answer(group, nodes, run_id))
-            end = run_rounds(nodes, open_workers(nodes, cleanup), queue)
-            group.finished(end)
-            return end
-    except BaseException:
-        group.become(WorkerState.UNKNOWN)
-        raise
+        launch = dataclasses.replace(launch, job=job, program=program or launch.program)
+        return cleanup.enter_context(Loop(launch, nodes, self.group))
 
 
 def report_state(group: Group) -> None:

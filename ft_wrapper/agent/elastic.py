@@ -1,64 +1,72 @@
 """The agent as a class, for programs that start workers themselves instead of calling ``ftrun``.
 
-The types are torch's own: `WorkerSpec`, `Worker`, `WorkerGroup`, `WorkerState`, `RunResult`, `ElasticAgent`.
-`LocalElasticAgent` takes the place of torch's class of that name: it replaces dead workers of a wrapped job
-one by one. Both adapt `ft_wrapper.agent.agent`, on which ``ftrun`` runs.
+The types are torch's own: `WorkerSpec`, `Worker`, `WorkerGroup`, `WorkerState`, `RunResult`, `ElasticAgent`;
+and `SimpleElasticAgent`, which an agent for workers of another kind extends. `LocalElasticAgent` takes the
+place of torch's class of that name: it replaces dead workers of a wrapped job one by one. It adapts
+`ft_wrapper.agent.agent`, on which ``ftrun`` runs.
 """
 
 import contextlib
-import dataclasses
 import logging
 import os
 import signal
-import socket
 import tempfile
 import time
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE
 from torch.distributed.elastic.agent.server.api import ElasticAgent as ElasticAgent
 from torch.distributed.elastic.agent.server.api import RunResult as RunResult
+from torch.distributed.elastic.agent.server.api import SimpleElasticAgent as SimpleElasticAgent
 from torch.distributed.elastic.agent.server.api import Worker as Worker
 from torch.distributed.elastic.agent.server.api import WorkerGroup as WorkerGroup
 from torch.distributed.elastic.agent.server.api import WorkerSpec as WorkerSpec
 from torch.distributed.elastic.agent.server.api import WorkerState as WorkerState
-from torch.distributed.elastic.events.api import Event
 from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from . import health
-from .agent import Agent, report_state, run_workers
+from .agent import Agent
 from .group import Counts as Counts
-from .group import Group
 from .loop import Launch
-from .nodes import EXIT_BARRIER_TIMEOUT, Inbox, Nodes, Workers
+from .nodes import EXIT_BARRIER_TIMEOUT, Nodes
 from .nodes import CannotStart as CannotStart
-from .outputs import describe_exit
 from .policy import RANK_RESTARTS, RestartPolicy
 from .policy import Policy as Policy
 from .process import LOCAL_RANK, Job, Program, python_program
-from .rounds import End, Failure, Round, What
-from .signals import SHUTDOWN_TIMEOUT, SIGNALS, SignalQueue, signal_name
+from .rounds import End
+from .signals import SHUTDOWN_TIMEOUT, SIGNALS
 from .torch_api import call_function, classic_nodes
 from .torch_api.types import process_failures, program_of, worker_group
-from .torch_events import TorchReports
 
 log = logging.getLogger(__name__)
 
 
-class SimpleElasticAgent(ElasticAgent):
-    """Runs the workers of one spec on this node, round after round; the base for workers of any kind.
+def _never(*_: Any) -> NoReturn:
+    """In the place of what torch's agents do for their workers: here `Agent` does it."""
+    raise NotImplementedError
 
-    An agent for workers of another kind implements three methods: `_start_workers`, `_wait_workers` and
-    `_stop_workers`. All its workers are restarted when one has failed, ``spec.max_restarts`` times, and
-    when the nodes change, which does not count.
 
-    It does not extend torch's class of this name, which asks its workers for their state every
-    ``monitor_interval``, and where a group can only be restarted as a whole. Here everything is waited for;
-    ``spec.monitor_interval`` is how often the rendezvous handler is asked whether nodes wait.
+class LocalElasticAgent(SimpleElasticAgent):
+    """Runs the workers of one spec as processes of this machine, round after round.
 
-    An agent runs once, in the main thread. Its state is that of its workers as a group:
+    A worker of a wrapped job that dies is replaced alone, and joins the others, which go on in their
+    processes; others are restarted as a whole (see ``restart_policy``). Every change of the nodes is a new
+    round, in which all workers are restarted, whatever ``spec.rdzv_handler`` is.
+
+    The entry point is
+
+    - a function of a module, called in each worker with ``args``; what it returns is in the result. Both are
+      sent as ``multiprocessing`` does it with ``spawn``: what starts the agent in the main script belongs
+      under ``if __name__ == "__main__"``;
+    - a Python script, by its name that ends in ``.py``, or this Python with ``-u SCRIPT …`` or
+      ``-u -m MODULE …`` as ``args``, as torchrun has it;
+    - any other program.
+
+    In ``args``, ``${local_rank}`` stands for the worker's local rank.
+
+    Everything is waited for; ``spec.monitor_interval`` is how often the rendezvous handler is asked whether
+    nodes wait. An agent runs once, in the main thread. Its state is that of its workers as a group:
 
     - INIT: not started yet;
     - HEALTHY: all run, or have done what they had to;
@@ -69,27 +77,80 @@ class SimpleElasticAgent(ElasticAgent):
 
     Args:
         spec: the workers; ``rdzv_handler`` is how this node meets the others, and is shut down at the end.
+        logs_specs: where their streams and errors go, `DefaultLogsSpecs` for instance.
+        start_method: ``spawn``, the only one; in torch's signature.
         exit_barrier_timeout: seconds for which the other nodes are waited for when all is done here.
-        signals: what ends the workers.
+        log_line_prefix_template: in front of each line that is shown from a log file, with ``${role_name}``,
+            ``${rank}`` and ``${local_rank}`` put in; role and rank when None.
+        shutdown_timeout: seconds from the signal that ends a worker to SIGKILL.
+        health_check_server: as torch's launcher passes it: answers health checks; stopped at the end.
+        uninterruptible_state_timeout: in torch's signature, without effect: the wrapper's ``hard_timeout``
+            ends a worker that hangs in the kernel.
+        restart_policy: whether a worker that fails is replaced alone, or all are restarted; see `Policy`.
+        max_rank_restarts: how often each worker may be replaced.
+        standby: whether Python workers are forked from a process that has imported torch.
+        signals: what is forwarded to the workers, and ends them.
+        drain_timeout: seconds for which SIGTERM lets workers come to their next step and leave the job, where
+            the other nodes go on without this one; 0: it ends them.
 
     Raises:
+        TypeError: a function that cannot be sent to the workers.
         ValueError: the spec asks for what this agent cannot do.
     """
+
+    # Torch's class reports, by events and metrics.
+    _start_workers = _stop_workers = _monitor_workers = _shutdown = _never  # type: ignore[assignment]
 
     def __init__(
         self,
         spec: WorkerSpec,
+        logs_specs: LogsSpecs,
+        start_method: str = "spawn",
         exit_barrier_timeout: float = EXIT_BARRIER_TIMEOUT,
+        log_line_prefix_template: str | None = None,
+        shutdown_timeout: float = SHUTDOWN_TIMEOUT,
+        health_check_server: Any = None,
+        uninterruptible_state_timeout: float | None = None,
         *,
+        restart_policy: Policy = Policy.AUTO,
+        max_rank_restarts: int = RANK_RESTARTS,
+        standby: bool = True,
         signals: Sequence[signal.Signals] = SIGNALS,
+        drain_timeout: float = 0.0,
     ) -> None:
+        if start_method != "spawn":
+            raise ValueError(f"start_method={start_method!r}: functions are called as by 'spawn'; pass that")
         _refuse(spec)
-        self._exit_barrier_timeout = exit_barrier_timeout
-        self._signals = tuple(signals)
+        # Not torch's own, which makes a worker group.
         self._spec = spec
-        self._group = Group(spec.role, spec.local_world_size, spec.max_restarts, report_state)
-        self._reports = TorchReports(spec, self._group)
+        self._exit_barrier_timeout = exit_barrier_timeout
+        self._total_execution_time = 0
         self._returned: dict[int, Any] = {}  # by global rank
+        if uninterruptible_state_timeout:
+            words = "uninterruptible_state_timeout=%s has no effect: hard_timeout ends a rank that hangs"
+            log.warning(words, uninterruptible_state_timeout)
+        self._health_check_server = health_check_server
+        self._call = call_function.pack(spec.entrypoint, spec.args) if callable(spec.entrypoint) else b""
+        job = Job(
+            spec.local_world_size,
+            spec.role,
+            str(spec.rdzv_handler.get_run_id()),
+            spec.max_restarts,
+            virtual_local_rank=getattr(spec, "virtual_local_rank", False),  # not in older torch
+        )
+        launch = Launch(
+            job,
+            Program(()) if self._call else program_of(str(spec.entrypoint), list(map(str, spec.args))),
+            RestartPolicy(restart_policy, spec.max_restarts, max_rank_restarts),
+            logs_specs,
+            tuple(signals),
+            shutdown_timeout,
+            drain_timeout,
+            standby,
+            log_line_prefix_template,
+        )
+        self._agent = Agent(launch, health.health if health_check_server is None else self._stop_server)
+        self._group = self._agent.group
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Runs the workers to their end.
@@ -112,7 +173,7 @@ class SimpleElasticAgent(ElasticAgent):
         try:
             end = self._run_to_end()
         finally:
-            self._reports.took(time.monotonic() - began)
+            self._total_execution_time = int(time.monotonic() - began)
         if end.signum is not None:
             number = signal.Signals(end.signum)
             raise SignalException(f"process {os.getpid()} got {number.name}", number)
@@ -121,7 +182,8 @@ class SimpleElasticAgent(ElasticAgent):
         now = self.get_worker_group()
         failures = process_failures(end, now.workers[0].global_rank)
         result = RunResult(now.state, self._returned, failures)
-        self._reports.report_end(result)
+        self._record_metrics(result)
+        self._record_worker_events(result)
         return result
 
     def get_worker_group(self, role: str = DEFAULT_ROLE) -> WorkerGroup:
@@ -142,179 +204,29 @@ class SimpleElasticAgent(ElasticAgent):
         """What has happened since the beginning: failures, replacements, restarts. From any thread."""
         return self._group.counts
 
-    # For torch's launcher --------------------------------------------------------------------------------
+    # For torch's launcher, and torch's class -------------------------------------------------------------
 
-    def get_event_succeeded(self) -> Event:
-        """An event of torch's: the agent has ended, however the workers ended."""
-        return self._reports.get_event_succeeded()
-
-    def get_event_failed(self) -> Event:
-        """An event of torch's: the agent has raised the error that is being handled."""
-        return self._reports.get_event_failed()
-
-    def record_duration(self, state: str) -> contextlib.AbstractContextManager[None]:
-        """Records with the spec's ``event_log_handler`` how long a block took.
-
-        Args:
-            state: what it did.
-
-        Returns:
-            A context, for the block.
-        """
-        return self._reports.record_duration(state)
-
-    # To be implemented for another kind of worker -------------------------------------------------------
-
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        """Starts all workers.
-
-        Args:
-            worker_group: their ranks, the nodes, and the address of their store.
-
-        Returns:
-            By local rank what identifies a worker.
-
-        Raises:
-            OSError: they cannot be started.
-        """
-        raise NotImplementedError
-
-    def _wait_workers(
-        self, worker_group: WorkerGroup, wakers: Sequence[Inbox | socket.socket]
-    ) -> dict[int, ProcessFailure] | None:
-        """Waits for the workers, without polling where that is possible.
-
-        Args:
-            worker_group: the workers.
-            wakers: for `select`; the wait is over when one of them can be read.
-
-        Returns:
-            An empty dictionary when all have succeeded; failures by global rank as soon as there are any;
-            None when a waker can be read.
-        """
-        raise NotImplementedError
-
-    def _stop_workers(self, worker_group: WorkerGroup, signum: int) -> None:
-        """Ends all workers that run yet, and waits until they have ended. Also called when none runs.
-
-        Args:
-            worker_group: the workers; those that were never started have no ``id``.
-            signum: the signal to begin with.
-        """
-        raise NotImplementedError
-
-    # -----------------------------------------------------------------------------------------------------
-
-    def _meet(self) -> Nodes:
-        return classic_nodes.ClassicNodes(self._spec, self._exit_barrier_timeout)
-
-    def _run_to_end(self) -> End:
-        """Runs the workers; `LocalElasticAgent` does otherwise."""
-        run_id = str(self._spec.rdzv_handler.get_run_id())
-
-        def open_workers(nodes: Nodes, cleanup: contextlib.ExitStack) -> Workers:
-            cleanup.callback(lambda: self._stop_workers(self.get_worker_group(), signal.SIGKILL))
-            return _WholeGroup(self, self._group, nodes)
-
-        return run_workers(self._group, run_id, self._signals, self._meet, open_workers)
-
-
-class LocalElasticAgent(SimpleElasticAgent):
-    """Runs workers as processes of this machine.
-
-    A worker of a wrapped job that dies is replaced alone, and joins the others, which go on in their
-    processes; others are restarted as a whole (see ``restart_policy``). Every change of the nodes is a new
-    round, in which all workers are restarted, whatever ``spec.rdzv_handler`` is.
-
-    The entry point is
-
-    - a function of a module, called in each worker with ``args``; what it returns is in the result. Both are
-      sent as ``multiprocessing`` does it with ``spawn``: what starts the agent in the main script belongs
-      under ``if __name__ == "__main__"``;
-    - a Python script, by its name that ends in ``.py``, or this Python with ``-u SCRIPT …`` or
-      ``-u -m MODULE …`` as ``args``, as torchrun has it;
-    - any other program.
-
-    In ``args``, ``${local_rank}`` stands for the worker's local rank.
-
-    Args:
-        spec: the workers.
-        logs_specs: where their streams and errors go, `DefaultLogsSpecs` for instance.
-        start_method: ``spawn``, the only one; in torch's signature.
-        exit_barrier_timeout: seconds for which the other nodes are waited for when all is done here.
-        log_line_prefix_template: in front of each line that is shown from a log file, with ``${role_name}``,
-            ``${rank}`` and ``${local_rank}`` put in; role and rank when None.
-        shutdown_timeout: seconds from the signal that ends a worker to SIGKILL.
-        health_check_server: as torch's launcher passes it: answers health checks; stopped at the end.
-        uninterruptible_state_timeout: in torch's signature, without effect: the wrapper's ``hard_timeout``
-            ends a worker that hangs in the kernel.
-        restart_policy: whether a worker that fails is replaced alone, or all are restarted; see `Policy`.
-        max_rank_restarts: how often each worker may be replaced.
-        standby: whether Python workers are forked from a process that has imported torch.
-        signals: what is forwarded to the workers, and ends them.
-        drain_timeout: seconds for which SIGTERM lets workers come to their next step and leave the job, where
-            the other nodes go on without this one; 0: it ends them.
-
-    Raises:
-        TypeError: a function that cannot be sent to the workers.
-        ValueError: the spec asks for what this agent cannot do.
-    """
-
-    def __init__(
-        self,
-        spec: WorkerSpec,
-        logs_specs: LogsSpecs,
-        start_method: str = "spawn",
-        exit_barrier_timeout: float = EXIT_BARRIER_TIMEOUT,
-        log_line_prefix_template: str | None = None,
-        shutdown_timeout: float = SHUTDOWN_TIMEOUT,
-        health_check_server: Any = None,
-        uninterruptible_state_timeout: float | None = None,
-        *,
-        restart_policy: Policy = Policy.AUTO,
-        max_rank_restarts: int = RANK_RESTARTS,
-        standby: bool = True,
-        signals: Sequence[signal.Signals] = SIGNALS,
-        drain_timeout: float = 0.0,
-    ) -> None:
-        if start_method != "spawn":
-            raise ValueError(f"start_method={start_method!r}: functions are called as by 'spawn'; pass that")
-        super().__init__(spec, exit_barrier_timeout, signals=signals)
-        if uninterruptible_state_timeout:
-            words = "uninterruptible_state_timeout=%s has no effect: hard_timeout ends a rank that hangs"
-            log.warning(words, uninterruptible_state_timeout)
-        self._health_check_server = health_check_server
-        self._call = call_function.pack(spec.entrypoint, spec.args) if callable(spec.entrypoint) else b""
-        job = Job(
-            spec.local_world_size,
-            spec.role,
-            str(spec.rdzv_handler.get_run_id()),
-            spec.max_restarts,
-            virtual_local_rank=getattr(spec, "virtual_local_rank", False),  # not in older torch
-        )
-        launch = Launch(
-            job,
-            Program(()) if self._call else program_of(str(spec.entrypoint), list(map(str, spec.args))),
-            RestartPolicy(restart_policy, spec.max_restarts, max_rank_restarts),
-            logs_specs,
-            self._signals,
-            shutdown_timeout,
-            drain_timeout,
-            standby,
-            log_line_prefix_template,
-        )
-        self._agent = Agent(launch, health.health if health_check_server is None else self._stop_server)
-        self._group = self._agent.group
-        self._reports = TorchReports(spec, self._group)
+    _remaining_restarts = remaining_restarts
+    _worker_group = property(get_worker_group)
 
     def _get_alive_time(self) -> int:
-        """When this agent was alive last, in seconds since the epoch; torch's launcher asks for it."""
+        """When this agent was alive last, in seconds since the epoch."""
         return int(time.time())
+
+    def _get_worker_state(self, worker: Worker, result: RunResult) -> str:
+        """As torch's, but a worker need not have returned anything."""
+        is_victim = result.is_failed() and worker.global_rank not in result.failures
+        return "TERMINATED" if is_victim else str(result.state.value)
+
+    # -----------------------------------------------------------------------------------------------------
 
     def _stop_server(self, *_: object) -> contextlib.ExitStack:
         stack = contextlib.ExitStack()
         stack.callback(self._health_check_server.stop)
         return stack
+
+    def _meet(self) -> Nodes:
+        return classic_nodes.ClassicNodes(self._spec, self._exit_barrier_timeout)
 
     def _run_to_end(self) -> End:
         if not self._call:
@@ -345,78 +257,3 @@ def _refuse(spec: WorkerSpec) -> None:
     for name, way_out in without:
         if getattr(spec, name, None):
             raise ValueError(f"WorkerSpec({name}={getattr(spec, name)!r}) is not known here: {way_out}")
-
-
-# Workers that are started and ended together ---------------------------------------------------------------
-
-
-class _WholeGroup:
-    """Carries rounds out for a `SimpleElasticAgent`: its ``_start_workers`` and so on are called.
-
-    Args:
-        agent: the agent.
-        group: keeps the state.
-        nodes: the others.
-    """
-
-    def __init__(self, agent: SimpleElasticAgent, group: Group, nodes: Nodes) -> None:
-        self._agent = agent
-        self._group = group
-        self._nodes = nodes
-
-    def start(self, where: Round) -> None:
-        self._group.begin_round(where)
-        if where.restarts is not None:
-            self._group.count_restarts(where.restarts)
-        for local_rank, worker_id in self._agent._start_workers(self._agent.get_worker_group()).items():
-            self._group.started(local_rank, worker_id)
-        self._group.all_started()
-
-    def wait(self, signals: SignalQueue) -> End:
-        wakers = (signals.fd, self._nodes.inbox)
-        while (failures := self._agent._wait_workers(self._agent.get_worker_group(), wakers)) is None:
-            if (end := self._look_outside(signals)) is not None:
-                return end
-        if failures:
-            return self._fail(failures)
-        for rank in range(self._group.nproc):
-            self._group.ended(rank)
-        return End()
-
-    def _look_outside(self, signals: SignalQueue) -> End | None:
-        for signum in signals.read():
-            if signum in signals.ending:
-                name = signal_name(signum)
-                self._nodes.leave(f"it was ended by {name}")
-                self._stop(signum)
-                return End(signum=signum, signal=name)
-        for news in self._nodes.inbox.take():
-            if news.what is What.CLOSED:
-                continue  # the workers come to their own end
-            log.warning("%s", news.why)
-            ends = news.what.ends
-            if not ends:
-                self._group.stopped()
-            self._stop(signal.SIGTERM)
-            return End(again=not ends, ended_by=news.why if ends else "")
-        return None
-
-    def _fail(self, failures: dict[int, ProcessFailure]) -> End:
-        again = self._group.remaining_restarts > 0
-        first = self._agent.get_worker_group().workers[0].global_rank
-        for rank in failures:
-            self._group.failed(rank - first)
-        if again:
-            self._group.count_restarts(self._group.counts.restarts + 1)
-            self._group.stopped()
-        self._stop(signal.SIGTERM)
-        counted = []
-        for rank, one in failures.items():
-            file = one.error_file if os.path.isfile(one.error_file) else ""
-            what = Failure(rank, one.pid, one.exitcode, one.timestamp, one.message, "", error_file=file)
-            counted.append(dataclasses.replace(what, how=describe_exit(one.exitcode)))
-        words = "" if again else f"rank {counted[0].rank}: {counted[0].how}"
-        return End(counted, again=again, failed=words)
-
-    def _stop(self, signum: int) -> None:
-        self._agent._stop_workers(self._agent.get_worker_group(), signum)

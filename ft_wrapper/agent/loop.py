@@ -85,15 +85,14 @@ class Loop:
     A context manager: leaving it ends what still runs, and closes what was opened.
 
     Args:
-        launch: what they run, and how.
-        job: what they have in common, with what this agent serves them.
+        launch: what they run, and how; its job with what this agent serves them.
         nodes: the others: their news, and who hears that this node leaves.
         group: keeps the state, for people.
     """
 
-    def __init__(self, launch: Launch, job: Job, nodes: Nodes, group: Group) -> None:
+    def __init__(self, launch: Launch, nodes: Nodes, group: Group) -> None:
         self._program = launch.program
-        self._job = job
+        self._job = job = launch.job
         self._nodes = nodes
         self._group = group
         self._ranks = ranks.Ranks(

@@ -29,13 +29,7 @@ def replace_agent(module: ModuleType) -> None:
     from ft_wrapper.agent.elastic import LocalElasticAgent
 
     class Agent(LocalElasticAgent):
-        """With the private names by which torch's tests look at an agent."""
-
-        _remaining_restarts = LocalElasticAgent.remaining_restarts
-
-        @property
-        def _total_execution_time(self) -> float:
-            return self._run_seconds
+        """Of this module, as what is in torch's place."""
 
     module.LocalElasticAgent = Agent  # type: ignore[attr-defined]
 

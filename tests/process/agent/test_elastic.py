@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import queue
-import select
 import signal
-import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +18,7 @@ from torch.distributed.elastic import events
 from torch.distributed.elastic.agent.server import api
 from torch.distributed.elastic.events.api import Event
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousTimeoutError
 from torch.distributed.launcher import api as launcher
 
@@ -30,8 +27,6 @@ from ft_wrapper.agent.elastic import (
     Counts,
     LocalElasticAgent,
     Policy,
-    SimpleElasticAgent,
-    WorkerGroup,
     WorkerSpec,
     WorkerState,
 )
@@ -384,100 +379,3 @@ def test_lines_have_the_prefix_that_was_asked_for(tmp_path: Path, capsys: pytest
     LocalElasticAgent(spec, logs, log_line_prefix_template=prefix).run()
     lines = [f"{ROLE}/{rank}/{rank}/${{other}}: hello" for rank in range(2)]
     assert sorted(capsys.readouterr().out.splitlines()) == lines
-
-
-# Workers of another kind -----------------------------------------------------------------------------------
-
-
-class Threads(SimpleElasticAgent):
-    """Workers are threads, which end as they are told: with an exit code."""
-
-    def __init__(self, spec: WorkerSpec, orders: dict[int, list[int | None]]) -> None:
-        super().__init__(spec)
-        self._orders = orders  # by rank one for each round; None: until it is stopped
-        self._ends: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
-        self._running: dict[int, threading.Thread] = {}
-        self.stopped_with: list[int] = []
-
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._stop = threading.Event()
-        self._read, self._write = socket.socketpair()
-        for worker in worker_group.workers:
-            order = self._orders[worker.global_rank].pop(0)
-            thread = threading.Thread(target=self._work, args=(worker.global_rank, order))
-            self._running[worker.global_rank] = thread
-            thread.start()
-        return {worker.local_rank: f"thread {worker.global_rank}" for worker in worker_group.workers}
-
-    def _work(self, rank: int, order: int | None) -> None:
-        if order is None:
-            self._stop.wait(TIMEOUT)
-        else:
-            self._ends.put((rank, order))
-            self._write.send(b"!")
-
-    def _wait_workers(
-        self, worker_group: WorkerGroup, wakers: Sequence[Any]
-    ) -> dict[int, ProcessFailure] | None:
-        while self._running:
-            ready, _, _ = select.select([self._read, *wakers], [], [], TIMEOUT)
-            assert ready
-            if ready != [self._read]:
-                return None
-            self._read.recv(1)
-            rank, code = self._ends.get(timeout=TIMEOUT)
-            self._running.pop(rank).join(TIMEOUT)
-            if code:
-                return {rank: ProcessFailure(rank, 0, code, "")}
-        return {}
-
-    def _stop_workers(self, worker_group: WorkerGroup, signum: int) -> None:
-        self.stopped_with.append(signum)
-        self._stop.set()
-        for thread in self._running.values():
-            thread.join(TIMEOUT)
-        self._running.clear()
-        self._read.close()
-        self._write.close()
-
-
-def threads(orders: dict[int, list[int | None]], **options: Any) -> Threads:
-    handler = options.pop("handler", None) or Alone()
-    spec = WorkerSpec(
-        ROLE, 2, handler, entrypoint="threads", monitor_interval=0.01, master_addr="127.0.0.1", **options
-    )
-    return Threads(spec, orders)
-
-
-def test_an_agent_for_workers_of_another_kind(metrics: Metrics) -> None:
-    running = threads({0: [None, 0], 1: [5, 0]}, max_restarts=1)
-    assert running.run().state is WorkerState.SUCCEEDED
-    assert running.counts == Counts(failures=1, restarts=1, rounds=2)
-    assert metrics.states == ["healthy", "unhealthy", "stopped", "healthy", "succeeded"]
-    assert running.stopped_with == [signal.SIGTERM, signal.SIGKILL]
-    assert [worker.id for worker in running.get_worker_group().workers] == ["thread 0", "thread 1"]
-
-
-def test_another_kind_of_worker_fails(metrics: Metrics) -> None:
-    result = threads({0: [None], 1: [5]}, max_restarts=0).run()
-    assert result.state is WorkerState.FAILED
-    assert {rank: one.exitcode for rank, one in result.failures.items()} == {1: 5}
-
-
-def test_another_kind_of_worker_is_ended_from_outside(metrics: Metrics) -> None:
-    handler = Alone()
-
-    def happen(state: str) -> None:
-        if state == "healthy" and handler.rounds == 1:
-            handler.waiting = 1
-        elif state == "healthy":
-            os.kill(os.getpid(), signal.SIGINT)
-
-    metrics.on_state = happen
-    running = threads({0: [None, None], 1: [0, None]}, handler=handler)
-    with pytest.raises(SignalException) as error:
-        running.run()
-    assert error.value.sigval == signal.SIGINT
-    assert running.counts == Counts(rounds=2)
-    assert metrics.states == ["healthy", "stopped", "healthy", "stopped"]
-    assert running.stopped_with == [signal.SIGTERM, signal.SIGINT, signal.SIGKILL]
