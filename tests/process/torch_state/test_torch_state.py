@@ -14,25 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ft_wrapper.restart import torch_state
-
-
-class Functions(TorchFunctionMode):
-    """Any mode."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
-class Dispatches(TorchDispatchMode):
-    """Any mode."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 class Refuses(TorchFunctionMode):
@@ -47,30 +31,14 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     torch.set_default_dtype(before)
 
 
-@contextlib.contextmanager
-def default_device(device: str | None) -> Iterator[None]:
-    torch.set_default_device(device)
-    yield
-    torch.set_default_device(None)
-
-
 # What was seen to be left on, and what of it the warning says.
 LEFT_ON: dict[str, tuple[Callable[[], Any], str]] = {
     "no_grad": (torch.no_grad, "gradient mode"),
     "set_grad_enabled": (lambda: torch.set_grad_enabled(False), "gradient mode"),
-    "function mode": (Functions, "function modes"),
-    "dispatch mode": (Dispatches, "dispatch modes"),
-    "fake tensors": (FakeTensorMode, "dispatch modes"),
-    "device": (lambda: torch.device("meta"), "function modes"),
-    "set_default_device": (lambda: default_device("meta"), "default device"),
     "default dtype": (lambda: default_dtype(torch.float64), "default dtype"),
     "cudnn": (
         lambda: torch.backends.cudnn.flags(enabled=False, benchmark=True, deterministic=True),
         "cudnn.enabled, cudnn.benchmark, cudnn.deterministic",
-    ),
-    "cudnn's precision": (
-        lambda: torch.backends.cudnn.flags(enabled=True, allow_tf32=False),
-        "fp32 precision of cudnn",
     ),
     "sdpa": (
         lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
@@ -92,14 +60,8 @@ def state_now() -> dict[str, Any]:
     b = a @ a
     return {
         "result": (type(b), b.dtype, b.device, b.requires_grad),
-        "default": (
-            torch.get_default_dtype(),
-            torch.get_default_device(),
-            torch.utils._device.CURRENT_DEVICE,
-        ),
-        "modes": (torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()),
+        "default": torch.get_default_dtype(),
         "cudnn": [getattr(torch.backends.cudnn, n) for n in ("enabled", "benchmark", "deterministic")],
-        "tf32": torch.backends.cudnn.allow_tf32,
         "sdp": (torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()),
         "order": torch._C._get_sdp_priority_order(),
     }
@@ -151,25 +113,10 @@ def test_what_was_on_before_stays_on(what: str) -> None:
 
     def check() -> None:
         with make():
-            kept = torch_state.snapshot()
-            left = [Functions(), Dispatches()]
-            for manager in left:
-                manager.__enter__()
-            assert kept.restore()
-            assert kept.restore() == []
-
-    in_a_thread_of_its_own(check)
-
-
-def test_the_default_device_can_be_set_in_each_iteration() -> None:
-    """Torch expects its own mode at the bottom of the stack, and another one is there."""
-
-    def check() -> None:
-        with Functions():
-            kept = torch_state.snapshot()
-            for _ in range(2):
-                torch.set_default_device("meta")
-                assert kept.restore()[:2] == ["function modes", "default device"]
+            kept, before = torch_state.snapshot(), state_now()
+            with torch.inference_mode(), default_dtype(torch.float16):
+                assert kept.restore()
+            assert state_now() == before
 
     in_a_thread_of_its_own(check)
 
@@ -182,26 +129,6 @@ def test_a_function_mode_is_not_asked() -> None:
                 torch._C._set_grad_enabled(False)
             assert kept.restore() == ["gradient mode"]
             assert kept.restore() == []
-
-    in_a_thread_of_its_own(check)
-
-
-def test_what_was_taken_off_comes_back() -> None:
-    def check() -> None:
-        modes = [Functions(), Dispatches()]
-        managers: list[Any] = [torch.no_grad(), *modes]
-        with contextlib.ExitStack() as stack:
-            for manager in managers:
-                stack.enter_context(manager)
-            kept = torch_state.snapshot()
-            torch._C._pop_torch_function_stack()
-            torch._C._set_grad_enabled(True)
-            torch._C._pop_torch_dispatch_stack(None)
-            assert kept.restore() == ["function modes", "dispatch modes", "gradient mode"]
-            assert not torch.is_grad_enabled()
-            assert torch._C._get_function_stack_at(0) is modes[0]
-            assert torch._C._get_dispatch_stack_at(0) is modes[1]
-        assert torch.is_grad_enabled()  # the blocks around the call end as they should
 
     in_a_thread_of_its_own(check)
 
@@ -227,7 +154,6 @@ def test_what_this_torch_does_not_have_is_left_out(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delattr(torch._C, "_get_cudnn_enabled")
-    monkeypatch.delattr(torch._C, "_get_fp32_precision_getter")
     kept = torch_state.snapshot()
     torch.set_grad_enabled(False)
     try:
@@ -235,18 +161,6 @@ def test_what_this_torch_does_not_have_is_left_out(
     finally:
         torch.set_grad_enabled(True)
     assert len(caplog.records) == 1
-
-
-def test_what_cannot_be_put_back_is_one_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    kept = torch_state.snapshot()
-    monkeypatch.delattr(torch._C, "_len_torch_function_stack")
-    kept.restore()
-    kept.restore()
-    assert [
-        f"function modes of torch {torch.__version__}" in record.message for record in caplog.records
-    ] == [True]
 
 
 def test_it_costs_less_than_a_millisecond() -> None:
