@@ -10,7 +10,6 @@ from . import rank_assignment as rank_assignment
 from . import state as state
 from . import store as store
 from . import terminate as terminate
-from ._version import __version__ as __version__
 from .compose import Compose as Compose
 from .live import LiveState as LiveState
 from .restart.report import RestartReport as RestartReport
@@ -24,3 +23,5 @@ from .torch_groups.leaks import find_leaks as find_leaks
 from .torch_groups.leaks import leftovers as leftovers
 from .wrapper import CallWrapper as CallWrapper
 from .wrapper import Wrapper as Wrapper
+
+__version__: str

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 import psutil
 
-from . import _renamed
+from . import _names
 from .compose import Compose, PlugIn
 from .settings import as_seconds, check_callable
 from .state import FrozenState
@@ -126,8 +126,8 @@ class AbortProcesses(Abort):
         find: Callable[[], Processes] | Processes | None = None,
         spare: Callable[[psutil.Process], bool] | None = None,
     ) -> None:
-        processes = _renamed.take_argument("AbortProcesses", "find", find, "processes", processes)
-        keep = _renamed.take_argument("AbortProcesses", "spare", spare, "keep", keep)
+        processes = _names.take_argument("AbortProcesses", "find", find, "processes", processes)
+        keep = _names.take_argument("AbortProcesses", "spare", spare, "keep", keep)
         if keep is not None:
             check_callable("keep", keep, "keep=lambda process: process.pid == server.pid")
         if processes is None:

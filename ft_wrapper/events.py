@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ._files import check_own_file, owners_only
-from ._renamed import of_module
+from ._names import of_module
 
 log = logging.getLogger(__name__)
 

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from . import _renamed, check
+from . import _names, check
 from .attribution import InterruptionRecord, by_blame
 from .check.findings import WATCHDOG
-from .environment import formation_size, launched_active_world_size
 from .exception import RankDrained, RestartAbort
 from .monitor import identity
 from .monitor.frames import drop_own_frames
@@ -28,7 +27,7 @@ from .protocol.records import Member
 from .restart.call import Call
 from .restart.settings import Limits, Settings, check_together, default_assignment, name_of
 from .settings import about
-from .state import FrozenState, Mode, State
+from .state import FrozenState, Mode, State, formation_size, launched_active_world_size
 from .store import PrefixStore
 from .store.base import HoldingStore
 from .store.plan import plan_store
@@ -227,7 +226,7 @@ def _with_limits(arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments, with those in ``limits`` that have moved there."""
     moved = {name: arguments.pop(name) for name in _MOVED if name in arguments}
     for name in moved:
-        _renamed.warn(f"Wrapper({name}=)", f"Wrapper(limits=Limits({_MOVED[name]}=))", 4)
+        _names.warn(f"Wrapper({name}=)", f"Wrapper(limits=Limits({_MOVED[name]}=))", 4)
     if (moved and "limits" in arguments) or moved.keys() >= {"unwind_grace", "cleanup_timeout"}:
         raise TypeError(f"Wrapper: pass {moved} in limits= alone, by their new names")
     given = Limits(**{_MOVED[name]: value for name, value in moved.items()})

@@ -40,7 +40,7 @@ from ..rendezvous.workers import announce_endpoint
 from ..store import StoreMixin, TCPStore, TCPStoreServer, connect, secret
 from ..store.address import host_port, loopback
 from ..store.bounded import bounded, call_in_thread, in_background
-from ..store.tcp_server import SERVER_IS_LIBUV
+from ..store.tcp import SERVER_IS_LIBUV
 from .job_in_store import STORE_TIMEOUT, JobInStore
 from .node_check import NodeCheck, await_pass
 from .nodes import Nodes

@@ -29,9 +29,8 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvou
 from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config, parse_rendezvous_endpoint
 from torch.distributed.run import determine_local_world_size, get_args_parser
 
-from .. import events
+from .. import __version__, events
 from .._text import without_secrets
-from .._version import __version__
 from ..log_lines import FORMAT_ENV, FORMATS, TEXT
 from ..rendezvous.backends import DEFAULT_PORT
 from ..rendezvous.settings import ETCD_NAMES, NAME, read_parameters, unknown_options

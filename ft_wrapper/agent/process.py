@@ -20,7 +20,7 @@ from multiprocessing import connection
 import psutil
 
 from .. import log_lines
-from ..environment import ACTIVE_WORLD_SIZE_ENV, FORMATION_SIZE_ENV
+from ..state import ACTIVE_WORLD_SIZE_ENV, FORMATION_SIZE_ENV
 from ..store.address import split_host_port
 from ..store.plan import ANNOUNCED
 from ..torch_groups.device import DEVICES_ENV

@@ -13,7 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .. import _renamed
+from .. import _names
 from ..exception import JobAbort
 from ..protocol import keys
 from ..protocol.operations import Notify, Write, read, set_if_absent
@@ -23,9 +23,7 @@ from ..store import BarrierTimeout
 from ..wrapper import CallWrapper
 from . import folders
 
-__getattr__ = _renamed.of_module(
-    __name__, {"Checkpoint.step": folders.step_of}, {"step_of": "Checkpoint.step"}
-)
+__getattr__ = _names.of_module(__name__, {"Checkpoint.step": folders.step_of}, {"step_of": "Checkpoint.step"})
 log = logging.getLogger(__name__)
 
 _SEEN_WITHIN = 10.0  # seconds for which a server may keep from a host what another host has written
@@ -68,11 +66,11 @@ class Checkpoint:
 
         def __getattr__(self, name):
             found = getattr(object.__getattribute__(self, "path"), name)
-            _renamed.warn(f"Checkpoint.{name}", f"Checkpoint.path.{name}")
+            _names.warn(f"Checkpoint.{name}", f"Checkpoint.path.{name}")
             return found
 
         def __truediv__(self, name):
-            _renamed.warn("Checkpoint / name", "Checkpoint.path / name")
+            _names.warn("Checkpoint / name", "Checkpoint.path / name")
             return self.path / name
 
 
@@ -141,7 +139,7 @@ class Checkpoints:
 
     # ---- for users
 
-    folder = _renamed.attribute("Checkpoints", "folder", "path")
+    folder = _names.attribute("Checkpoints", "folder", "path")
 
     def path(self, step: int) -> Path:
         """Where this iteration writes the checkpoint of a step: the same path on all ranks.

@@ -14,8 +14,8 @@ import threading
 from collections.abc import Sequence
 from typing import NoReturn
 
+from .. import __version__
 from .._text import without_secrets
-from .._version import __version__
 from ..agent.signals import handle_notices
 from ..exception import StoreError
 

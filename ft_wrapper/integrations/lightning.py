@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import _renamed
+from .. import _names
 from ..checkpoints import Checkpoints
 from ..exception import JobAbort
 from ..settings import as_int
@@ -57,7 +57,7 @@ class FT:
         self._call_wrapper, self._seed = call_wrapper, seed
         self.callback = Callback(call_wrapper, self._checkpoints, as_every(every), seed)
 
-    checkpoint = _renamed.attribute("FT", "checkpoint", "callback")
+    checkpoint = _names.attribute("FT", "checkpoint", "callback")
 
     def trainer(self, *plugins: Any) -> dict[str, Any]:
         """For ``Trainer(**…)`` and ``Fabric(**…)``: accelerator, devices, num_nodes; plugins, with yours."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .._renamed import take_argument
+from .._names import take_argument
 from .._text import duration, plural
 from ..exception import JobAbort
 from ..settings import as_int, as_limit, check_callable

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Mapping
 
-from ..environment import ACTIVE_WORLD_SIZE_ENV, FORMATION_SIZE_ENV
+from ..state import ACTIVE_WORLD_SIZE_ENV, FORMATION_SIZE_ENV
 from ..store.secret import AGENT_ENV
 
 PROCESS_ENV = "FT_WRAPPER_PROCESS"

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..protocol.codec import Record
-from ..protocol.records import Decision, Member, View
+from ..protocol.records import Decision, Member, Record, View
 
 #: Of the protocol; in hello, since the ranks may run another Python with another ft_wrapper.
 VERSION = 13

@@ -4,11 +4,14 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import os
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import TCPStore
 
 from .. import exception
 from .._files import replace_broken_streams
@@ -25,7 +28,8 @@ from ..protocol.records import Decision, SameFault, View
 from ..rank_assignment import RankAssignmentCtx, activate_if_unsaid
 from ..state import Mode, State
 from ..store import PrefixStore, StorePlan
-from ..torch_groups import caches, device, meeting, release, warm_up
+from ..store.base import HoldingStore
+from ..torch_groups import caches, device, release, warm_up
 from ..torch_groups.collective import current_collective
 from . import exit_watch, same_faults, torch_state
 from .loop import FunctionResult, RestartedProcess, RestartLoop
@@ -38,6 +42,7 @@ from .settings import Settings
 log = logging.getLogger(__name__)
 
 _ABORTED_SOON = 0.5  # seconds
+_USERS_TIMEOUT = timedelta(seconds=300)  # of operations on the function's own client of the iteration's store
 # Ranks that hang together do not reach soft_timeout together: from this part of it on, a hang is a cause.
 _HANG_IS_CAUSE_FROM = 0.9
 # Ranks that write where they hung, up to a kilobyte each, into one key.
@@ -93,7 +98,10 @@ class Call(RestartedProcess):
     def user_store(self) -> PrefixStore:
         """The current iteration's store, on a connection for the function alone."""
         if self._user_store is None:
-            self._user_store = meeting.connect_to_store(self.own.member.view.n)
+            # On this store the abort of the iteration frees every waiting thread. The client does not retry.
+            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            client = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_USERS_TIMEOUT)
+            self._user_store = PrefixStore(self.own.member.view.n, HoldingStore(client))
         return self._user_store
 
     def run(self, function: Callable[[], Any]) -> Any:
@@ -152,7 +160,10 @@ class Call(RestartedProcess):
         return self.own.address, self.own.monitor.serve(self.own.address)
 
     def point_to_store(self, endpoint: Endpoint) -> None:
-        meeting.point_to(*endpoint)
+        # So a plain `init_process_group(backend)` starts afresh in each iteration, and sees no earlier key.
+        # The monitor of active rank 0 has opened the store: a client that comes before would back off long.
+        host, port = endpoint
+        os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
 
     def pause(self, seconds: float) -> None:
         self.own.monitor_lost.wait(seconds)

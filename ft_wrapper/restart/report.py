@@ -5,7 +5,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from .._renamed import attribute, of_module
+from .._names import attribute, of_module
 from .._text import IN_LINE, cut, duration, place, plural
 from ..attribution import Interruption, by_blame
 from ..protocol.entering import Entered

@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from .. import events
 from .._files import check_open_files
@@ -18,7 +18,6 @@ from ..abort import (
     wait_for_released_groups,
 )
 from ..attribution import Interruption
-from ..environment import formation_size
 from ..exception import RankExcluded, StoreError
 from ..log_lines import begin_rank
 from ..monitor import beside, frames, identity, interrupt, shared_memory, threads
@@ -29,12 +28,11 @@ from ..protocol.membership import Membership
 from ..protocol.records import FAULT, Member, View
 from ..rank_assignment import RankDiscarded
 from ..settings import AllLimits
-from ..state import State
+from ..state import State, formation_size
 from ..store import StoreMixin, StorePlan, TCPStore
 from ..store.address import is_this_host, own_address
 from ..torch_groups import caches, warm_up
 from ..torch_groups.abort import describe_pending_aborts
-from ..torch_groups.meeting import variables_restored
 from .exit_watch import ExitWatch
 from .report import waiting_line
 from .settings import Settings
@@ -65,6 +63,11 @@ class Remembered:
     has_failed: bool = False
 
 
+# The environment variables that a call changes.
+_VARIABLES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"),
+)
 _FILES_OF_A_CALL = 18  # with what its monitor, if that is a process, opens for itself
 # What this process knows of its last wrapped call, by store.
 _remembered: dict[str, Remembered] = {}
@@ -192,7 +195,7 @@ class Resources:
         self.signals = KeptHandlers()
         owned.callback(self.signals.forget)
         owned.callback(self.signals.release)  # once all is closed: the monitor's end is a signal, too
-        owned.enter_context(variables_restored())
+        owned.enter_context(_variables_restored())
         owned.callback(identity.mark_own())
         self.memory = owned.enter_context(contextlib.closing(shared_memory.RankMemory()))
         self.memory.lock_life()
@@ -386,3 +389,15 @@ def _await_end(line: socket.socket, timeout: float) -> None:
     line.settimeout(timeout)
     with contextlib.suppress(OSError):
         line.recv(1)
+
+
+@contextlib.contextmanager
+def _variables_restored() -> Iterator[None]:
+    """At its end, restores the environment variables that the wrapper changes."""
+    saved = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+    try:
+        yield
+    finally:
+        for name in _VARIABLES:
+            os.environ.pop(name, None)
+        os.environ.update(saved)

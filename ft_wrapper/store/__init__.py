@@ -3,6 +3,6 @@
 Names are loaded at their first use: an address needs no torch, and no other store urllib3, an extra.
 """
 
-from .. import _lazy
+from .. import _names
 
-__getattr__, __dir__, __all__ = _lazy.attach(__name__, __path__[0])
+__getattr__, __dir__, __all__ = _names.attach(__name__, __path__[0])

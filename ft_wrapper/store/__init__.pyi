@@ -9,5 +9,5 @@ from .plan import StorePlan as StorePlan
 from .plan import connect as connect
 from .plan import without_password as without_password
 from .tcp import TCPStore as TCPStore
-from .tcp_server import TCPStoreServer as TCPStoreServer
-from .tcp_server import serve as serve
+from .tcp import TCPStoreServer as TCPStoreServer
+from .tcp import serve as serve

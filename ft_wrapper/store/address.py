@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
 from .._text import without_secrets
-from ..environment import int_from_env
+from ..state import int_from_env
 
 #: Environment variable: address of the store that ``ftrun`` has for its ranks.
 ANNOUNCED = "FT_WRAPPER_STORE"

@@ -15,8 +15,7 @@ from . import secret
 from .address import ANNOUNCED as ANNOUNCED
 from .address import EtcdAddress, etcd_login, host_port, is_etcd, master_port, split_host_port, tcp_address
 from .base import StoreMixin
-from .tcp import TCPStore
-from .tcp_server import TCPStoreServer
+from .tcp import TCPStore, TCPStoreServer
 
 if TYPE_CHECKING:
     from .etcd import EtcdStore

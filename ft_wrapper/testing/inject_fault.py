@@ -28,7 +28,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .. import _renamed, events
+from .. import _names, events
 from ..finalize import Finalize
 from ..initialize import Initialize
 from ..settings import as_limit
@@ -116,9 +116,9 @@ class FaultSpec:
 
     def __post_init__(self) -> None:
         if not isinstance(self.kind, FaultKind):
-            raise TypeError(f"kind={self.kind!r} must be a FaultKind, one of {_names(FaultKind)}")
+            raise TypeError(f"kind={self.kind!r} must be a FaultKind, one of {_known_names(FaultKind)}")
         if not isinstance(self.where, Where):
-            raise TypeError(f"where={self.where!r} must be a Where, one of {_names(Where)}")
+            raise TypeError(f"where={self.where!r} must be a Where, one of {_known_names(Where)}")
         for name in _NUMBERS:
             as_limit(name, getattr(self, name), 0)
         if self.rank is not None and self.slot is not None:
@@ -356,7 +356,7 @@ def inject_fault(kind: FaultKind, duration: float | None = None) -> None:
         case FaultKind.COLLECTIVE:
             _wait_in_collective(seconds)
         case _:
-            raise TypeError(f"kind={kind!r} must be a FaultKind, one of {_names(FaultKind)}")
+            raise TypeError(f"kind={kind!r} must be a FaultKind, one of {_known_names(FaultKind)}")
 
 
 def _hold_gil(seconds: float) -> None:
@@ -398,11 +398,11 @@ def _one_of(kinds: type[E], name: str, value: Any) -> E:
     try:
         return kinds(value)
     except ValueError:
-        raise ValueError(f"{name}={value!r} is not one of {_names(kinds)}") from None
+        raise ValueError(f"{name}={value!r} is not one of {_known_names(kinds)}") from None
 
 
-def _names(kinds: type[enum.Enum]) -> str:
+def _known_names(kinds: type[enum.Enum]) -> str:
     return ", ".join(kind.value for kind in kinds)
 
 
-__getattr__ = _renamed.of_module(__name__, globals(), {"Fault": "FaultKind"})
+__getattr__ = _names.of_module(__name__, globals(), {"Fault": "FaultKind"})

@@ -24,7 +24,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from .. import _renamed
+from .. import _names
 from .clock import Clock, Waiter
 
 try:
@@ -585,4 +585,4 @@ def _text(value: Any) -> str:
     return repr(value)
 
 
-__getattr__ = _renamed.of_module(__name__, globals(), {"Policy": "TurnPolicy"})
+__getattr__ = _names.of_module(__name__, globals(), {"Policy": "TurnPolicy"})

@@ -548,7 +548,7 @@ WITHOUT_TORCH = """
     assert (code, "nowhere.jsonl" in said) == (2, True), said
 
     import torch
-    from ft_wrapper._version import __version__
+    from ft_wrapper import __version__
     assert said_of_versions == (0, f"ftrun {__version__}, torch {torch.__version__}\\n")
 """
 
@@ -975,7 +975,7 @@ WAITS = """
     import threading
     from datetime import timedelta
     from ft_wrapper.cli import main as cli
-    from ft_wrapper.store.tcp_server import serve
+    from ft_wrapper.store.tcp import serve
     from torch.distributed import TCPStore
 
     def main():

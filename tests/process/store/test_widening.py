@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from ft_wrapper.protocol.proposal import widen
 from ft_wrapper.protocol.records import Decision, Member
-from ft_wrapper.protocol.widening import widen
 
 
 def members(*slots: int, incarnation: int = 0) -> list[Member]:
