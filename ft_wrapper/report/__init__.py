@@ -6,6 +6,7 @@ its own clock, and those of the slowest host are shown.
 
 import dataclasses
 import json
+import textwrap
 from collections.abc import Iterable
 
 from .._text import cut, duration, plural
@@ -18,10 +19,11 @@ from .restarts import Incident, find_incidents
 from .restarts import Restart as Restart
 from .timeline import Timeline
 
-NO_EVENTS = "there are no events: was FT_WRAPPER_EVENTS set for all ranks?"
-NO_STEPS = "the function told no steps, see call_wrapper.step(n)"
+NO_EVENTS = "there are no events: was the job started with --events DIR, or FT_WRAPPER_EVENTS set?"
+NO_STEPS = "the function told no steps, see call_wrapper.ping(step)"
 _NAMED = 4  # hosts in a line; more of them are counted
-_CAUSE = 120  # bytes of a cause in the table
+_CAUSE = 120  # bytes of a cause below its restart
+_COLUMNS = 80  # of a terminal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +58,10 @@ class Report:
         started = (one for records in self.timeline.hosts.values() for one in records)
         return sum(one["event"] == "rank_started" and one.get("incarnation", 0) > 0 for one in started)
 
+    def describe_started_again(self) -> str:
+        """How many processes that are, in words."""
+        return f"{self.started_again} {'process' if self.started_again == 1 else 'processes'} started again"
+
     @property
     def seconds(self) -> float:
         """How long it took, by the host that saw most of it."""
@@ -82,31 +88,35 @@ class Report:
 
     def to_text(self) -> str:
         """Tables of the restarts and of the time, and a line below each; phases of restarts in ms."""
-        rows = [("iteration", *PHASES, "in all", "cause")] if self.restarts else []
+        rows = [("iteration", *PHASES, "in all")] if self.restarts else []
         for one in self.restarts:
             times = [f"{1e3 * one.phases[phase]:.1f}" for phase in PHASES]
-            which = f"{one.iteration} -> {one.next_iteration}"
-            rows.append((which, *times, duration(one.seconds), cut(one.cause, _CAUSE)))
-        again = f", {self.started_again} processes started again" if self.started_again else ""
+            rows.append((f"{one.iteration} -> {one.next_iteration}", *times, duration(one.seconds)))
+        lines = table(rows)
+        for number, one in reversed([*enumerate(self.restarts, start=1)]):
+            lines[number + 1 : number + 1] = textwrap.wrap(
+                cut(one.cause, _CAUSE), _COLUMNS, initial_indent="  ", subsequent_indent="  "
+            )
+        again = f", {self.describe_started_again()}" if self.started_again else ""
         count = len(self.restarts)
         hosts = ", ".join(self.hosts) if len(self.hosts) <= _NAMED else f"{len(self.hosts)} hosts"
         summary = f"{count} {plural(count, 'restart')}{again} in {duration(self.seconds)} on {hosts}"
-        return "\n".join([*table(rows), summary, *self._time_table()])
+        return "\n".join([*lines, summary, *self._time_table()])
 
     def _time_table(self) -> list[str]:
         time, seats = self.time, len(self.time.rows)
         if not seats:
             return []
-        rows = [("time of all ranks", "share", "went to", "which is")]
+        rows = [("time", "share", "went to", "what that is")]
         for name, seconds in time.buckets.items():
             rows.append((duration(seconds), f"{100 * time.share(name):.1f} %", name, BUCKETS[name]))
-        line = f"{duration(time.seat_seconds)} of {seats} {plural(seats, 'rank')}; "
+        line = f"{duration(time.seat_seconds)} of {seats} {plural(seats, 'rank')}"
         if time.goodput is None:
-            return [*table(rows), f"{line}how much of it was useful is not known: {NO_STEPS}"]
+            return [*table(rows), f"{line}; its goodput is not known:", NO_STEPS]
         has_spares = "idle_spare" in time.buckets
         spares = f" ({100 * time.without_spares:.1f} % without spares)" if has_spares else ""
         steps = f"{time.steps} {plural(time.steps, 'step')} done, {time.steps_again} done again"
-        return [*table(rows), f"{line}goodput {100 * time.goodput:.1f} %{spares}: {steps}"]
+        return [*table(rows), f"{line}: {steps}", f"goodput {100 * time.goodput:.1f} %{spares}"]
 
 
 def make_reports(records: Iterable[Record]) -> list[Report]:

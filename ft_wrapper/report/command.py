@@ -50,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=f"The phases, one after the other, from the first fault on: {phases}.",
         allow_abbrev=False,
     )
-    parser.add_argument("events", nargs="+", help="the files that FT_WRAPPER_EVENTS named, of all hosts")
+    parser.add_argument("events", nargs="+", help="the folder of ftrun --events, or its files from all hosts")
     parser.add_argument("--json", action="store_true", help="print one JSON object per job, one per line")
     parser.add_argument("--html", metavar="FILE", help="also write a page for a browser, with a timeline")
     return parser

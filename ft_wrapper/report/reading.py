@@ -1,7 +1,10 @@
 """Events files as the records of jobs; what is no record of an event is left out, with its file and line."""
 
 import collections
+import glob
+import os
 from collections.abc import Hashable, Iterable, Iterator
+from itertools import chain
 
 from .. import events
 from ..events import Record
@@ -35,13 +38,13 @@ def read_files(paths: Iterable[str]) -> tuple[list[Record], list[str]]:
     """Reads events files.
 
     Args:
-        paths: of all hosts, in any order.
+        paths: files of all hosts, in any order, or folders that ``ftrun --events`` named.
 
     Returns:
         The records; and of each line that is left out, its file, its number and what is wrong with it.
     """
     records, left_out = [], []
-    for path in paths:
+    for path in chain.from_iterable(map(_files, paths)):
         for number, found in enumerate(events.read_lines(path), start=1):
             if isinstance(found, ValueError):
                 left_out.append(str(found))
@@ -50,6 +53,11 @@ def read_files(paths: Iterable[str]) -> tuple[list[Record], list[str]]:
             else:
                 records.append(found)
     return records, left_out
+
+
+def _files(path: str) -> list[str]:
+    """What a folder has of a job's hosts; a file is itself."""
+    return sorted(glob.glob(glob.escape(path) + "/events-*.jsonl")) if os.path.isdir(path) else [path]
 
 
 def _wrong(record: Record) -> str:

@@ -116,14 +116,14 @@ def test_jobs_that_wrote_to_the_same_file_are_told_apart(
     one, two = make_reports(mixed)
     assert (one.job, len(one.restarts), one.seconds) == ("one", 1, pytest.approx(10.0))
     assert (two.job, two.restarts, two.seconds) == ("two", (), pytest.approx(2.0))
-    path = tmp_path / "events"
+    path = tmp_path / "events-a.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in mixed))
-    assert command.main([str(path)]) == 0
+    assert command.main([str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "job one:" and lines[3] == "1 restart in 10.0 s on a"
+    assert lines[0] == "job one:" and lines[4] == "1 restart in 10.0 s on a"
     second = lines.index("job two:")
     assert lines[second + 1] == "0 restarts in 2.0 s on a"
-    assert lines[second - 1].endswith("the function told no steps, see call_wrapper.step(n)")
+    assert lines[second - 1].endswith("the function told no steps, see call_wrapper.ping(step)")
     assert command.main(["--json", str(path)]) == 0
     assert [json.loads(line)["job"] for line in capsys.readouterr().out.splitlines()] == ["one", "two"]
 
@@ -175,9 +175,10 @@ def test_the_report_of_a_real_job(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert sum(found["time"].values()) == pytest.approx(found["seat_seconds"])
     assert 2 * found["seconds"] == pytest.approx(found["seat_seconds"])
     assert command.main([str(events)]) == 0
-    table, _, summary, *_, in_all = capsys.readouterr().out.splitlines()
-    assert table.split() == ["iteration", *PHASES, "in", "all", "cause"]
-    assert summary.startswith("1 restart in ") and " of 2 ranks; " in in_all
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].split() == ["iteration", *PHASES, "in", "all"]
+    assert said[2].startswith("  rank 1 (slot 1 on ") and all(len(line) <= 80 for line in said)
+    assert any(line.startswith("1 restart in ") for line in said) and " of 2 ranks;" in said[-2]
     written = [json.loads(line) for line in events.read_text().splitlines()]
     (job,) = {record["job"] for record in written}
     assert job
@@ -262,7 +263,7 @@ def test_a_line_that_json_cannot_read_is_left_out(line: str, tmp_path: Path) -> 
     ("text", "message"),
     [
         (None, "No such file"),
-        ("", "there are no events: was FT_WRAPPER_EVENTS set"),
+        ("", "there are no events: was the job started with --events DIR"),
         ("{", "1 record left out, the first at "),
         ("{", ":1: no JSON record of an event"),
         ('{"event": "enter"}', ":1: host is missing"),
