@@ -44,8 +44,7 @@ from ..store.tcp import SERVER_IS_LIBUV
 from .job_in_store import STORE_TIMEOUT, JobInStore
 from .node_check import NodeCheck, await_pass
 from .nodes import Nodes
-from .rounds import News, Round, What, alone
-from .verdict import INFRASTRUCTURE, JobResult, worst
+from .rounds import INFRASTRUCTURE, JobResult, News, Round, What, alone, worst
 
 log = logging.getLogger(__name__)
 

@@ -11,9 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from ..attribution import Interruption
-from .group import Group
+from .group import BOUNDS, PHASES, RANK_STATES, Group, Histogram
 from .nodes import Nodes
-from .rank_metrics import BOUNDS, PHASES, RANK_STATES, Histogram
 
 if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment

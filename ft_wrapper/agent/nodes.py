@@ -21,9 +21,8 @@ from ..exception import StoreError
 from ..log_lines import note_node
 from ..monitor.service import service_name
 from ..store.bounded import in_background
-from .rounds import End, News, Round, What
+from .rounds import BAD_NODE, COMMAND_LINE, DONE, INFRASTRUCTURE, End, JobResult, News, Round, What, worst
 from .signals import Signalled, SignalQueue, signal_name
-from .verdict import BAD_NODE, COMMAND_LINE, DONE, INFRASTRUCTURE, JobResult, worst
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol, TypeVar
 
 from .policy import JobFacts, JobOutcome, Remedy, RestartPolicy
-from .rounds import End, Failure, News, Round, What, in_order
-from .verdict import PROGRAM, JobResult
+from .rounds import PROGRAM, End, Failure, JobResult, News, Round, What, in_order
 
 # Actions: data, carried out by `ft_wrapper.agent.loop` ------------------------------------------------------
 

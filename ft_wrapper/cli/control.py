@@ -16,7 +16,7 @@ from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from .._text import plural, without_secrets
-from ..agent.verdict import DONE, JobResult
+from ..agent.rounds import DONE, JobResult
 from ..attribution import Interruption
 from ..exception import StoreError
 from ..protocol import Agreement, keys

@@ -3,10 +3,16 @@
 import dataclasses
 import logging
 import os
+import shutil
 import socket
+import stat
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing import Std
 
 from .. import events
 from .._files import replace_broken_streams
@@ -16,11 +22,9 @@ from ..agent.agent import Agent
 from ..agent.nodes import CannotStart, Nodes, exit_code_of
 from ..agent.options import Options
 from ..agent.options import parse_args as parse_args
-from ..agent.rounds import End
-from ..agent.verdict import JobResult
+from ..agent.rounds import End, JobResult
 from ..log_lines import JSON, choose_format, make_formatter, note_node
 from ..store import secret
-from . import log_folder
 from .check import print_findings
 from .local import served
 from .meeting import local_job, meet
@@ -36,13 +40,13 @@ def run(options: Options) -> int:
         options: the job.
 
     Returns:
-        The exit code, which says what to do: see `verdict`, and docs/launching.md.
+        The exit code, which says what to do: see `JobResult`, and docs/launching.md.
     """
     with ExitStack() as cleanup:
         cleanup.callback(secret.use, None)
         secret.use(options.secret)
         try:
-            log_dir = cleanup.enter_context(log_folder.open_folder(options))
+            log_dir = cleanup.enter_context(_log_folder(options))
             cleanup.enter_context(options.environment())
             events.check_events_file()
             end = Agent(options.launch(log_dir)).run(lambda: _meet(options, cleanup))
@@ -92,6 +96,43 @@ def _meet(options: Options, cleanup: ExitStack) -> Nodes:
 
 
 # Before and after ------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _log_folder(options: Options) -> Iterator[str]:
+    """Makes the folder where it is not there; only its owner gets in then, whatever the umask.
+
+    Args:
+        options: the job. Without ``log_dir`` it is a temporary folder, removed if nothing was written there.
+
+    Returns:
+        A context: its path.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    if options.log_dir is not None:
+        if options.log_dir != os.devnull:
+            _make_private(Path(options.log_dir))
+        yield options.log_dir
+        return
+    path = tempfile.mkdtemp(prefix="ftrun_")
+    try:
+        if options.redirects != Std.NONE or options.tee != Std.NONE:
+            log.info("log files are in %s", path)
+        yield path
+    finally:
+        if not any(files for _, _, files in os.walk(path)):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _make_private(folder: Path) -> None:
+    for missing in reversed([each for each in (folder, *folder.parents) if not each.exists()]):
+        missing.mkdir(0o700, exist_ok=True)  # another node may be quicker
+    mode = folder.stat().st_mode
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        words = "--log-dir %s: any user may replace the job's logs there; chmod o-w it, or name another"
+        log.warning(words, folder)
 
 
 def _report(options: Options, end: End) -> JobResult:

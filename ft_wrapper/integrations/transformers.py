@@ -7,7 +7,7 @@ from typing import Any
 from ..checkpoints import Checkpoints
 from ..exception import JobAbort
 from ..wrapper import CallWrapper
-from ._accelerate import seed
+from .accelerate import seed_all
 
 try:
     from transformers import TrainerCallback, __version__
@@ -69,7 +69,7 @@ class _Callback(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
         self._call_wrapper.ping(state.global_step)
-        seed(args.seed, state.global_step)  # what the loaders have drawn differs if they are new
+        seed_all(args.seed, state.global_step)  # what the loaders have drawn differs if they are new
 
     def on_prediction_step(self, *_: Any, **__: Any) -> None:
         self._call_wrapper.ping()

@@ -29,8 +29,7 @@ from support.warm_ftrun import run_python, start_python
 
 from ft_wrapper import events
 from ft_wrapper.agent.outputs import describe_exit, report
-from ft_wrapper.agent.rounds import Failure, in_order
-from ft_wrapper.agent.verdict import INFRASTRUCTURE
+from ft_wrapper.agent.rounds import INFRASTRUCTURE, Failure, in_order
 from ft_wrapper.run import main, parse_args
 from ft_wrapper.store import TCPStore
 from ft_wrapper.testing.etcd_server import free_port

@@ -109,7 +109,6 @@ PURE = (
     "agent/ranks.py",
     "agent/policy.py",
     "agent/rounds.py",
-    "agent/verdict.py",
 )
 """What decides, apart from threads, clocks, sockets, processes and torch."""
 

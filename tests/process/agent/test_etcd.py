@@ -16,7 +16,7 @@ from support.etcd_users import require_login
 from test_nodes import CONF, WRAPPED, Cluster, lose, pids_of, places
 from training import Training
 
-from ft_wrapper.agent.verdict import INFRASTRUCTURE
+from ft_wrapper.agent.rounds import INFRASTRUCTURE
 from ft_wrapper.run import main
 from ft_wrapper.store import EtcdStore
 from ft_wrapper.store.etcd_messages import Range, Transaction, put

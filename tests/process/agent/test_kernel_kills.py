@@ -12,7 +12,7 @@ import pytest
 
 from ft_wrapper.agent import loop
 from ft_wrapper.agent.outputs import count_kernel_kills, describe_exit, kills_file
-from ft_wrapper.agent.verdict import INFRASTRUCTURE
+from ft_wrapper.agent.rounds import INFRASTRUCTURE
 from ft_wrapper.run import main
 
 

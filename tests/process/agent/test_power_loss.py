@@ -20,7 +20,7 @@ from support.etcd_hosts import EtcdHost, EtcdOnHosts
 from test_network import Hosts, Network, made
 from test_nodes import WRAPPED, pids_of
 
-from ft_wrapper.agent.verdict import INFRASTRUCTURE
+from ft_wrapper.agent.rounds import INFRASTRUCTURE
 
 SHORT = ",read_timeout=6"
 

@@ -27,9 +27,8 @@ from ft_wrapper.agent.nodes import (
     run_rounds,
 )
 from ft_wrapper.agent.outputs import describe_exit
-from ft_wrapper.agent.rounds import End, Failure, Round, alone, result_of_failures
+from ft_wrapper.agent.rounds import End, Failure, JobResult, Round, alone, result_of_failures, worst
 from ft_wrapper.agent.signals import SIGNALS, SignalQueue, queued
-from ft_wrapper.agent.verdict import JobResult, worst
 from ft_wrapper.cli import control
 from ft_wrapper.exception import StoreUnavailable, TimeoutError
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from ft_wrapper.agent.rank_metrics import BOUNDS, Histogram, RankMetrics
+from ft_wrapper.agent.group import BOUNDS, Histogram, RankMetrics
 from ft_wrapper.monitor.shared_memory import RankMemory
 
 

@@ -32,8 +32,7 @@ from ft_wrapper.agent.ranks import (
     Send,
     Start,
 )
-from ft_wrapper.agent.rounds import End, Failure, News, What, alone
-from ft_wrapper.agent.verdict import PROGRAM, JobResult
+from ft_wrapper.agent.rounds import PROGRAM, End, Failure, JobResult, News, What, alone
 
 ROLE = "trainer"
 GRACE = 5.0  # seconds from a signal to SIGKILL

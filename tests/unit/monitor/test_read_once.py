@@ -9,7 +9,7 @@ import time
 from typing import Any
 from unittest import mock
 
-from ft_wrapper.agent.rank_metrics import RankMetrics
+from ft_wrapper.agent.group import RankMetrics
 from ft_wrapper.monitor.rank_monitor import RankMonitor
 from ft_wrapper.monitor.shared_memory import _NO_STEP, Phase, RankMemory
 from ft_wrapper.protocol.records import Member
