@@ -15,7 +15,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
@@ -53,7 +53,6 @@ _LEAVE_TIMEOUT = 2.0  # seconds that leaving may take, before the ranks are sign
 # Seconds that the end may take; the host of the store waits for the others' goodbyes within it.
 _END_TIMEOUT = 15.0
 _WATCHER_TIMEOUT = 5.0  # seconds that the end of a thread may take, which is woken
-_SILENT = 3.0  # seconds after which a wait is logged
 _LOOK_AGAIN = 10.0  # seconds after which a thread looks whether its round is still on
 # Seconds after which a wait for other nodes looks who they are: one may be out without a notice.
 _LOOK_AT_NODES = 300.0
@@ -111,8 +110,8 @@ class FtNodes(Nodes):
         self.inbox.begin_term()
         self._has_said_wait = False
         if self._handler is None:
-            with _said_after(_SILENT, f"waiting for the rendezvous store at {self._where}"):
-                backend = self._make_backend()
+            log.info("looking for the rendezvous store at %s", self._where)
+            backend = self._make_backend()
             with contextlib.closing(backend.connect()) as store:
                 secret.announce(store, self.agent, RECORD_KEY)
             board = Board(self._evicted, self._look, self._lost)
@@ -509,19 +508,6 @@ class OneNode(Nodes):
                 watcher.join(_WATCHER_TIMEOUT)
 
         self._of_round.callback(end)
-
-
-@contextlib.contextmanager
-def _said_after(seconds: float, words: str) -> Iterator[None]:
-    """Logs what is waited for if the block takes longer."""
-    timer = threading.Timer(seconds, log.info, ("%s", words))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        timer.join()
 
 
 def log_deaths(store: StoreMixin, lost: Mapping[Member, str], *, return_: bool) -> threading.Thread:

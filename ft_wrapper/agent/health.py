@@ -47,7 +47,6 @@ NOTICE = 30.0
 _CLIENT_TIMEOUT = 5.0  # seconds in which a client has to send its request, and to take the answer
 _MOST_CONNECTIONS = 32  # at once; further ones are closed
 _LONGEST_REQUEST = 65536  # bytes
-_TOO_MANY_FILES = 1.0  # seconds until another try
 _NEVER = 3600.0  # seconds between two looks whether to end: `Health.__exit__` wakes the thread
 
 
@@ -93,16 +92,6 @@ class Health(socketserver.ThreadingMixIn, WSGIServer):
             self.shutdown()
             self._thread.join()
             self.server_close()  # waits for the threads of all requests
-
-    def get_request(self) -> tuple[socket.socket, Any]:
-        try:
-            return super().get_request()
-        except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):
-                # The connection stays where it is, and would wake us again at once.
-                log.warning("health endpoint: %s; it answers again when there are fewer", error.strerror)
-                connection.wait([self.ended], _TOO_MANY_FILES)
-            raise
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
         self._connections.add(request)

@@ -41,8 +41,6 @@ log = logging.getLogger(__name__)
 KILL_TIMEOUT = 10.0
 # Seconds that the template may take to import torch, from a slow file system, and to fork a rank.
 STANDBY_TIMEOUT = 300.0
-# Seconds after which a template that was asked for a rank is slow. It forks one in some ten milliseconds.
-SLOW_FORK = 1.0
 # A template that ended sooner than this is not tried again.
 STANDBY_SETTLED = 60.0
 # Of this process, for each rank: its connections to the store, if that is here, and what its monitor has.
@@ -219,8 +217,6 @@ class Loop:
         ours = [process.pid for process in self._running.values()]
         if self._standby is not None:
             self._standby.drop_dead_spare()
-            if self._standby.go_on():
-                log.warning("the standby process was stopped by a signal: continued")
             pids = self._standby.pids()
             if pids is None:
                 return  # one that was just forked is not known yet
@@ -236,7 +232,8 @@ class Loop:
                     with self._or_failed(action.rank, action.incarnation):
                         self._start(action)
                 case ranks.CancelStarts():
-                    self._cancel_starts(action.why)
+                    if self._standby is not None:
+                        self._standby.cancel()
                 case ranks.ForkAhead():
                     if self._standby is not None:
                         self._standby.ask_ahead()
@@ -363,14 +360,6 @@ class Loop:
         standby, self._standby = self._standby, None
         self._selector.unregister(standby)
         return standby.close(KILL_TIMEOUT)
-
-    def _cancel_starts(self, why: str) -> None:
-        if self._standby is None:
-            return
-        if why and self._standby.overdue(SLOW_FORK):
-            words = "the standby process %d has not answered for %g s, and is ended: %s"
-            log.warning(words, self._standby.process.pid, SLOW_FORK, why)
-        self._standby.cancel()
 
     def _take_answers(self, standby: Standby) -> None:
         answers = standby.answers()

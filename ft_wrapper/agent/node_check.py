@@ -13,7 +13,7 @@ from multiprocessing import connection
 from .._text import cut
 from .nodes import BadNode
 from .process import start
-from .signals import held, signal_name
+from .signals import signal_name
 
 log = logging.getLogger(__name__)
 
@@ -102,10 +102,9 @@ def _run(command: str, timeout: float, output: int) -> int | None:
         Its exit code; None if it takes too long.
     """
     with contextlib.ExitStack() as cleanup:
-        with held():  # an exception in what a fork calls is lost
-            nothing_to_read = f"exec </dev/null\n{command}"
-            process = start(["/bin/sh", "-c", nothing_to_read], os.environ, output, output)
-            cleanup.callback(_end, process)
+        nothing_to_read = f"exec </dev/null\n{command}"
+        process = start(["/bin/sh", "-c", nothing_to_read], os.environ, output, output)
+        cleanup.callback(_end, process)
         with open(os.pidfd_open(process.pid), "rb", buffering=0) as pidfd:
             has_ended = connection.wait([pidfd.fileno()], timeout)
     return process.returncode if has_ended else None
@@ -113,17 +112,14 @@ def _run(command: str, timeout: float, output: int) -> int | None:
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
     """Kills what is left of a command. Its process is reaped only then, so that the number is its own."""
-    with held():
-        with contextlib.suppress(
-            ProcessLookupError, PermissionError
-        ):  # all that is left is another user's: sudo
-            os.killpg(process.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # a driver that hangs holds it
-            process.wait(_END_TIMEOUT)
-        # What it had started and did not wait for is ours now, where this process adopts what others leave.
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-process.pid, os.WNOHANG) != (0, 0):
-                pass
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # all that is left is another user's: sudo
+        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):  # a driver that hangs holds it
+        process.wait(_END_TIMEOUT)
+    # What it had started and did not wait for is ours now, where this process adopts what others leave.
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-process.pid, os.WNOHANG) != (0, 0):
+            pass
 
 
 def _last_line(output: int) -> str:

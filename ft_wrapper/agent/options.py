@@ -148,7 +148,6 @@ OWN_OPTIONS = {
     "--node-check-timeout SECONDS": f"how long the command may take (default: {TIMEOUT:g})",
     "--node-check-retries N": "how often a node that is kept out tries again before it gives up (default: no "
     "limit; 0 on one node)",
-    "--node-checks NAMES": argparse.SUPPRESS,
     "--drain-timeout SECONDS": "SIGTERM drains this node if the others can continue without it: its ranks "
     "leave the job when their next step begins, or are terminated after this long (default: 0: the job ends)",
     "--drained-exit-code N": "exit code of a node that was drained (default: 0)",
@@ -294,11 +293,6 @@ _READERS: dict[str, Callable[[str], Any]] = {
     "--log-format": _one_of(*FORMATS),
     "--result-file": _value(str, "name a file, which is replaced, in a folder that is there", _is_replaced),
     "--job-secret-file": _value(lambda path: secret.checked(path, Path(path).read_bytes())),
-    "--node-checks": _value(  # of an earlier version
-        str,
-        "there are no built-in checks; use --node-check CMD, such as examples/cluster/node_check.sh",
-        lambda _: False,
-    ),
 }
 _BY_METAVAR = {"N": _count(), "K": _count(), "SECONDS": _seconds(0)}
 #: What has to have a value, though a variable ``PET_…`` may be empty.
@@ -700,8 +694,8 @@ def _program(parser: Parser, args: argparse.Namespace) -> Program:
         return Program((path, *arguments))
     if args.module:
         # Another Python has other modules, and says itself what it misses.
-        if python is None and not _module_exists(script):
-            parser.error(f"module {script}: not found, or without __main__; install it or set PYTHONPATH")
+        if python is None and _is_unknown(script.partition(".")[0]):
+            parser.error(f"module {script}: not found; install it or set PYTHONPATH")
     elif not os.path.exists(script):
         parser.error(f"script {script}: no such file in {os.getcwd()}; for a module's name give -m")
     program = python_program(script, arguments, is_module=args.module, python=python)
@@ -718,28 +712,13 @@ def _policy(parser: Parser, args: argparse.Namespace) -> Policy:
     return policy
 
 
-def _module_exists(name: str) -> bool:
-    """Whether ``python -m name`` would find it, without importing anything: its packages may do a lot."""
-    path = sys.path
-    sys.path = [os.getcwd(), *path]
-    try:
-        parts = [*name.split("."), "__main__"]
-        spec = importlib.util.find_spec(parts[0])
-        for end in range(2, len(parts) + 1):
-            if spec is None:
-                return False
-            if spec.submodule_search_locations is None:  # no package
-                return end == len(parts)
-            full_name = ".".join(parts[:end])
-            spec = importlib.machinery.PathFinder.find_spec(full_name, list(spec.submodule_search_locations))
-        return spec is not None
-    except (KeyError, ImportError):
-        # The path of a namespace package inside another one is not known before the outer one's import.
-        return True
-    except ValueError:
-        return False
-    finally:
-        sys.path = path
+def _is_unknown(package: str) -> bool:
+    """Whether there is no such module where ranks look for it; nothing is imported for that."""
+    path = [os.getcwd(), *sys.path]
+    finders = (importlib.machinery.BuiltinImporter, importlib.machinery.FrozenImporter)
+    return not any(each.find_spec(package) for each in finders) and (
+        importlib.machinery.PathFinder.find_spec(package, path) is None
+    )
 
 
 # Nodes -----------------------------------------------------------------------------------------------------

@@ -41,9 +41,7 @@ class Start(RankAction):
 
 @dataclasses.dataclass(frozen=True)
 class CancelStarts(RankAction):
-    """Takes back what the template was asked for; says why if the template is slow, unless it is empty."""
-
-    why: str = ""
+    """Takes back what the template was asked for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -488,7 +486,7 @@ class Ranks:
         actions: list[RankAction] = []
         if self.needs_outcome and outcome.finished is not None:
             self._ranks.clear()
-            actions.append(CancelStarts("the job has finished"))
+            actions.append(CancelStarts())
         now = self._clock()
         if self._stop is not None and not self._stop.killed and now >= self._stop.deadline:
             self._stop.killed = True

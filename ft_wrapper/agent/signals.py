@@ -46,7 +46,6 @@ class SignalQueue:
         self.ending = frozenset(ending)
         self._signals = frozenset(signals)
         self._raises = False
-        self._held: list[int] | None = None
 
     def read(self, flags: int = 0) -> list[int]:
         """Takes out what arrived since the last call; ``MSG_PEEK`` leaves it there. Does not block."""
@@ -71,34 +70,11 @@ class SignalQueue:
     def note(self, signum: int, frame: types.FrameType | None) -> None:
         """The handler. The wakeup fd has got the number already."""
         if self._raises and signum in self.ending:
-            if self._held is not None:
-                self._held.append(signum)
-                return
             self._raises = False
             raise Signalled(signum)
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Within it nothing is raised; but at its end, if a signal arrived meanwhile.
-
-        A fork calls functions of libraries, in which what is raised is lost, and locks stay locked.
-        """
-        held: list[int] = []
-        self._held = held
-        try:
-            yield
-        finally:
-            self._held = None
-        for signum in held:
-            self.note(signum, None)
-
 
 _queues: list[SignalQueue] = []  # the newest one is last
-
-
-def held() -> AbstractContextManager[None]:
-    """`SignalQueue.held` of the queue that there is in this process, if any. Main thread only."""
-    return _queues[-1].held() if _queues else nullcontext()
 
 
 def raised() -> AbstractContextManager[None]:

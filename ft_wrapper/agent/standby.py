@@ -190,14 +190,6 @@ class Standby:
             self._spare.orders.close()
             self._spare = None
 
-    def go_on(self) -> bool:
-        """Continues the template if a signal has stopped it; returns whether one had."""
-        with suppress(ChildProcessError):
-            if os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOHANG) is not None:
-                self.process.send_signal(signal.SIGCONT)
-                return True
-        return False
-
     def got(self, signum: int) -> bool:
         """Whether a signal to the agent has ended the template, too: its sender signals all processes."""
         with suppress(subprocess.TimeoutExpired):

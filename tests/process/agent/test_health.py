@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import re
 import resource
 import select
 import socket
-import socketserver
 import subprocess
 import sys
 import threading
@@ -207,24 +205,6 @@ def test_a_request_in_two_parts_is_answered(nodes: Nodes, monkeypatch: pytest.Mo
             assert waits.acquire(timeout=TIMEOUT)
         client.sendall(f"y{end}{end}".encode())
         assert client.recv(12) == b"HTTP/1.0 200"
-
-
-def test_too_many_open_files(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It waits, rather than to try again and again; and the end does not wait for it."""
-    tried, tried_again = threading.Event(), threading.Event()
-
-    def accept(server: socketserver.TCPServer) -> tuple[socket.socket, Any]:
-        (tried_again if tried.is_set() else tried).set()
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    monkeypatch.setattr(socketserver.TCPServer, "get_request", accept)
-    monkeypatch.setattr("ft_wrapper.agent.health._TOO_MANY_FILES", TIMEOUT * 10)
-    with (
-        serve(nodes) as health,
-        socket.create_connection(("127.0.0.1", health.server_port)),
-    ):
-        assert tried.wait(TIMEOUT)
-        assert not tried_again.wait(0.2)
 
 
 def test_an_agent_that_sleeps_is_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

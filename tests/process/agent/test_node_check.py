@@ -16,11 +16,10 @@ from agent_job import TIMEOUT, FtRun, await_that
 from support.ended import has_ended
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-from ft_wrapper.agent import options as ftrun_options
 from ft_wrapper.agent.ft_nodes import OneNode
 from ft_wrapper.agent.node_check import LONGEST_WAIT, NodeCheck, await_pass
 from ft_wrapper.agent.options import Options, parse_args
-from ft_wrapper.agent.signals import Signalled, held, queued
+from ft_wrapper.agent.signals import Signalled, queued
 
 MEET = ("--nnodes", "2", "--rdzv-endpoint", "head:29400")
 
@@ -191,35 +190,6 @@ def test_a_signal_ends_the_command(tmp_path: Path) -> None:
     assert [process for process in left if not has_ended(process)] == []
 
 
-def test_a_signal_while_it_is_started_is_not_lost(tmp_path: Path) -> None:
-    """What is raised in a function that a fork calls is lost."""
-
-    def interrupt() -> None:
-        if os.getpid() == here and not interrupted:
-            interrupted.append(os.kill(os.getpid(), signal.SIGINT))
-
-    here, interrupted = os.getpid(), []
-    os.register_at_fork(before=interrupt)
-    check = NodeCheck(HANGS.format(tmp_path), TIMEOUT)
-    with queued((signal.SIGINT, signal.SIGCHLD)) as signals, pytest.raises(Signalled), signals.raised():
-        check.failure()
-    assert interrupted
-    _, left = psutil.wait_procs(children(tmp_path), TIMEOUT)
-    assert [process for process in left if not has_ended(process)] == []
-
-
-def test_a_signal_is_held() -> None:
-    with queued((signal.SIGINT,)) as signals, signals.raised():
-        with pytest.raises(Signalled), held():
-            os.kill(os.getpid(), signal.SIGINT)
-            went_on = True
-        with held():
-            os.kill(os.getpid(), signal.SIGINT)  # one is enough
-    assert went_on
-    with held():  # of no one
-        pass
-
-
 # The options -----------------------------------------------------------------------------------------------
 
 
@@ -249,19 +219,6 @@ def test_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parsed(*MEET).node_check == NodeCheck("c")
     monkeypatch.setenv("PET_NODE_CHECK", "")
     assert parsed(*MEET).node_check is None
-
-
-def test_the_checks_of_an_earlier_version_are_refused(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert "--node-checks" not in ftrun_options.make_parser().format_help()
-    for variable, arguments in (("auto", ()), ("", ("--node-checks", "auto"))):
-        monkeypatch.setenv("PET_NODE_CHECKS", variable)
-        with pytest.raises(SystemExit) as end:
-            parsed(*arguments)
-        assert end.value.code == 2
-        said = capsys.readouterr().err
-        assert said.startswith("ftrun: error: --node-checks auto: ") and "use --node-check CMD" in said
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ def test_an_empty_value_is_told(option: str, capsys: pytest.CaptureFixture[str])
         assert any(warning.startswith(f"{option} '': is empty") for warning in options.warnings)
 
 
-@pytest.mark.parametrize("option", ["--node-id", "--node-check", "--node-checks", "--result-file"])
+@pytest.mark.parametrize("option", ["--node-id", "--node-check", "--result-file"])
 def test_an_empty_value_of_an_option_of_ours_is_an_error(
     option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import concurrent.futures
-import logging
 import select
-import threading
 
 from elastic_agents import Alone
 from torch.distributed import HashStore
 
-from ft_wrapper.agent import ft_nodes
 from ft_wrapper.agent.elastic import WorkerSpec
 from ft_wrapper.agent.ft_nodes import log_deaths, round_of, what_follows, what_is_missing
 from ft_wrapper.agent.nodes import Inbox
@@ -194,21 +191,3 @@ def test_formation_size_stays_when_the_job_grows() -> None:
     state = come(adopt_rank_policy(begun(node("a", 2), high=2)), node("b", 2))
     where = round_of(state, node("b", 2), "host:1")
     assert (where.world_size, where.formation_size, where.base_rank, where.formed) == (4, 2, 2, True)
-
-
-def test_a_wait_is_logged_once_it_takes_longer() -> None:
-    logged = threading.Event()
-    handler = logging.Handler()
-    handler.emit = lambda record: logged.set()  # type: ignore[method-assign]
-    ft_nodes.log.addHandler(handler)
-    ft_nodes.log.setLevel(logging.INFO)
-    try:
-        with ft_nodes._said_after(0.0, "waiting for the store"):
-            assert logged.wait(TIMEOUT)
-        logged.clear()
-        with ft_nodes._said_after(TIMEOUT, "waiting for the store"):
-            pass
-        assert not logged.is_set()
-    finally:
-        ft_nodes.log.removeHandler(handler)
-        ft_nodes.log.setLevel(logging.NOTSET)

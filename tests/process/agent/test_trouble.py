@@ -83,20 +83,6 @@ def test_output_that_nobody_reads_restarts_once_and_is_named(tmp_path: Path) -> 
     assert "restart 2: " not in ended.stderr
 
 
-def test_a_template_that_was_stopped_goes_on(tmp_path: Path) -> None:
-    script, folder = write(tmp_path, JOB), tmp_path / "job"
-    with FtRun(folder, "--nproc-per-node", "2", script) as job:
-        await_that(lambda: len(list(folder.glob("in.*"))) == 2, job)
-        template = job.template()
-        template.send_signal(signal.SIGSTOP)
-        await_that(lambda: "the standby process was stopped by a signal: continued" in job.said, job)
-        os.kill(job.pids(1)[0], signal.SIGKILL)
-        await_that(lambda: len(job.pids(1)) == 2, job)
-        (folder / "finish").touch()
-        assert job.end() == 0, job.said
-    assert not template.is_running()
-
-
 # Of a user's: it is run in the template, too, and never returns there.
 BLOCKS = """
     import os, signal, sys, time
@@ -131,7 +117,6 @@ def test_a_template_that_hangs_does_not_hold_up_the_end(tmp_path: Path) -> None:
         (folder / "finish").touch()
         assert job.end() == 0, job.said
     assert not template.is_running()
-    assert f"the standby process {template.pid} has not answered" in job.said
 
 
 @pytest.mark.parametrize(

@@ -256,7 +256,7 @@ def test_a_finished_job_needs_no_replacement() -> None:
     assert node.tick() == []
     assert not node.ranks.is_over
     node.job.finished = {0: pid(0)}
-    assert node.tick() == [CancelStarts("the job has finished")]
+    assert node.tick() == [CancelStarts()]
     assert node.ranks.is_over
     assert [one.rank for one in node.ranks.end().forgiven] == [1]
 
@@ -268,7 +268,7 @@ def test_a_finished_job_waits_for_no_template() -> None:
     assert isinstance(start, Start)
     node.succeeds(0)
     node.job.finished = {0: pid(0)}
-    assert node.tick() == [CancelStarts("the job has finished")]
+    assert node.tick() == [CancelStarts()]
     assert not node.ranks.wants(start)
 
 
