@@ -17,6 +17,7 @@ from unittest import mock
 
 import pytest
 from memory_backend import MemoryBackend, RealClock
+from support.nightly import at_night
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -38,7 +39,7 @@ from ft_wrapper.rendezvous.handler import (
     FtRendezvousHandler,
     create_handler,
 )
-from ft_wrapper.rendezvous.keys import RECORD_KEY, alive_key, endpoint_key, goodbye_key, process_key
+from ft_wrapper.rendezvous.keys import RECORD_KEY, alive_key, goodbye_key, process_key
 from ft_wrapper.rendezvous.presence import NodeHeart
 from ft_wrapper.rendezvous.record import RendezvousRecord, RoundPolicy, Seat
 from ft_wrapper.rendezvous.register import Board
@@ -85,7 +86,11 @@ class Nodes:
         self._pool.shutdown()
 
 
-@pytest.fixture(params=["tcp", "etcd"])
+# The handler is the same on both; what differs is the backend.
+ON_BOTH = pytest.mark.parametrize("nodes", ["tcp", "etcd"], indirect=True)
+
+
+@pytest.fixture(params=["tcp", *at_night("the TCPStore runs always", ["etcd"])])
 def nodes(request: pytest.FixtureRequest, prefix: str, etcd_if_any: object) -> Iterator[Nodes]:
     if request.param == "etcd":
         etcd = request.getfixturevalue("etcd")
@@ -135,6 +140,7 @@ def thaw(handler: FtRendezvousHandler) -> None:
     presence.heart.start()
 
 
+@ON_BOTH
 def test_two_nodes_meet(nodes: Nodes) -> None:
     a, b = nodes.make("0", 2, 2), nodes.make("1", 2, 2)
     infos = nodes.all_join(a, b)
@@ -145,33 +151,6 @@ def test_two_nodes_meet(nodes: Nodes) -> None:
     assert stores[0] == stores[1]
     assert a.use_agent_store
     assert a.get_run_id() == "job"
-
-
-def test_nodes_meet_in_memory() -> None:
-    """On a backend that is no TCPStore: a round, one more node, the end."""
-    store = FakeStore(RealClock())
-    settings = RendezvousSettings("job", 1, 2, join_timeout=TIMEOUT, last_call_timeout=0.1)
-    host, late = (
-        FtRendezvousHandler(settings, Identity(str(number)), MemoryBackend(store, is_host=number == 0))
-        for number in range(2)
-    )
-    assert host.get_backend() == "memory"
-    with contextlib.ExitStack() as stack:
-        pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor())
-        for handler in (late, host):
-            stack.callback(handler.shutdown)
-        first = host.next_rendezvous()
-        assert (first.rank, first.world_size) == (0, 1)
-        coming = pool.submit(late.next_rendezvous)
-        wait_until(host, lambda state: bool(state.waiting))
-        assert host.num_nodes_waiting() == 1
-        infos = [host.next_rendezvous(), coming.result(TIMEOUT)]
-        assert [(info.rank, info.world_size) for info in infos] == [(0, 2), (1, 2)]
-        infos[0].store.set("hello", "from 0")
-        assert infos[1].store.get("hello") == b"from 0"
-        assert host.shutdown()
-        with pytest.raises(RendezvousClosedError):
-            late.next_rendezvous()
 
 
 def test_a_host_that_may_not_join_stays_until_the_others_know_why() -> None:
@@ -229,6 +208,7 @@ def test_a_node_that_hears_of_the_end_need_not_tell_it() -> None:
                 released.set()
 
 
+@ON_BOTH
 def test_each_round_has_a_fresh_store_for_its_workers(nodes: Nodes) -> None:
     a, b = nodes.make("0", 2, 2), nodes.make("1", 2, 2)
     ports = []
@@ -278,6 +258,7 @@ def test_lost_node_is_taken_out_and_comes_back(nodes: Nodes) -> None:
     assert sorted(info.result(TIMEOUT).rank for info in infos) == [0, 1]
 
 
+@ON_BOTH
 def test_policy_rank_gives_the_seat_to_a_spare_and_none_is_disturbed(nodes: Nodes) -> None:
     fast = {"keep_alive_interval": 0.2, "keep_alive_max_attempt": 15}  # 3 s: a busy machine is no fault
     lost: queue.SimpleQueue[tuple[Seat, ...]] = queue.SimpleQueue()
@@ -412,6 +393,7 @@ def freeze_now(handler: FtRendezvousHandler) -> None:
     handler._presence.heart.stop()
 
 
+@ON_BOTH
 def test_agents_that_are_gone_leave_no_counters(nodes: Nodes) -> None:
     agents = [nodes.make("0", 1, 1, keep_alive_interval=0.05) for _ in range(3)]
     for agent in agents:
@@ -422,6 +404,7 @@ def test_agents_that_are_gone_leave_no_counters(nodes: Nodes) -> None:
     assert counters in ([], [alive_key("0:2")])
 
 
+@ON_BOTH
 def test_closing_reaches_everyone_and_is_final(nodes: Nodes) -> None:
     a, b, spare, late = (nodes.make(str(number), 2, 2) for number in range(4))
     nodes.all_join(a, b)
@@ -570,7 +553,7 @@ def test_signal_ends_the_wait_for_the_store_of_the_workers(
         opened.set()
     hosting.exception(TIMEOUT)
     backend = nodes.make_backend()
-    backend.connect().set(endpoint_key(0), "localhost:1")  # it comes after all
+    workers.announce_endpoint(backend.connect(), 0, "localhost:1")  # it comes after all
     for thread in threading.enumerate():
         if thread.name == "ft_wrapper: waiting for the workers' store":
             thread.join(TIMEOUT)

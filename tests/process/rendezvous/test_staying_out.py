@@ -7,7 +7,7 @@ import threading
 
 import pytest
 from memory_backend import MemoryBackend, RealClock
-from test_handler import TIMEOUT, Nodes, seat_of, wait_until
+from test_handler import ON_BOTH, TIMEOUT, Nodes, seat_of, wait_until
 from test_handler import nodes as nodes
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
@@ -85,6 +85,7 @@ def test_the_next_round_does_not_wait_for_it(nodes: Nodes) -> None:
     assert seat_of(bad).last == "1"
 
 
+@ON_BOTH
 def test_its_wait_ends_with_the_job(nodes: Nodes) -> None:
     a, bad = nodes.make("0", 1, 2), nodes.make("1", 1, 2)
     nodes.all_join(a)
