@@ -30,7 +30,7 @@ from support.warm_ftrun import run_python, start_python
 from ft_wrapper import events
 from ft_wrapper.agent.outputs import describe_exit, report
 from ft_wrapper.agent.rounds import INFRASTRUCTURE, Failure, in_order
-from ft_wrapper.run import main, parse_args
+from ft_wrapper.run import main
 from ft_wrapper.store import TCPStore
 from ft_wrapper.testing.etcd_server import free_port
 
@@ -263,7 +263,7 @@ def test_threads_are_left_alone(
     assert capfd.readouterr().out.count(f"threads {found}\n") == int(nproc)
 
 
-def test_plain_process_group(script: Callable[[str], str], capfd: pytest.CaptureFixture[str]) -> None:
+def test_plain_process_group(script: Callable[[str], str]) -> None:
     reduce = script("""
         import torch
         torch.distributed.init_process_group("gloo")
@@ -272,8 +272,7 @@ def test_plain_process_group(script: Callable[[str], str], capfd: pytest.Capture
         print(f"rank {torch.distributed.get_rank()} total {total.item()}\\n", end="")
         torch.distributed.destroy_process_group()
     """)
-    assert main(["--nproc-per-node", "2", reduce]) == 0
-    said = capfd.readouterr().out
+    said = run_with_standby("--nproc-per-node", "2", reduce).stdout
     assert "rank 0 total 2.0" in said
     assert "rank 1 total 2.0" in said
 
@@ -299,31 +298,29 @@ def test_all_succeed(capfd: pytest.CaptureFixture[str]) -> None:
     assert set(os.listdir("/proc/self/fd")) == descriptors
 
 
-def test_others_live_on_when_one_is_killed(launch: Launch) -> None:
+def test_the_others_live_on_when_ranks_fail(launch: Launch) -> None:
     job = launch(3, *ALONE)
-    os.kill(job.ranks[1].pid, signal.SIGKILL)
-    job.read_until("killed by SIGKILL; 2 still running")
-    for rank in (0, 2):
-        assert job.ranks[rank].ask("ping") == "pong"
-        job.ranks[rank].tell("exit 0")
+    environment = Path("/proc", str(job.ranks[1].pid), "environ").read_bytes().split(b"\0")
+    (address,) = (v.partition(b"=")[2].decode() for v in environment if v.startswith(b"FT_WRAPPER_STORE="))
+    helper = os.pidfd_open(int(job.ranks[1].ask("helper")))
+    try:
+        os.kill(job.ranks[1].pid, signal.SIGKILL)
+        job.read_until("killed by SIGKILL; 2 still running")
+        assert ended(helper)
+    finally:
+        os.close(helper)
+    assert [job.ranks[rank].ask("ping") for rank in (0, 2)] == ["pong"] * 2
+    host, _, port = address.rpartition(":")
+    with contextlib.closing(TCPStore(host, int(port))) as store:
+        assert store.add("counter", 1) == 1, "the store outlives every rank"
+    job.ranks[0].tell("exit 5")
+    job.read_until("exit code 5; 1 still running")
+    job.ranks[2].tell("exit 0")
     code, said = job.end()
     assert code == 75
-    table = said[said.index("1 of 3 ranks failed") :].splitlines()
-    assert table[2].split()[:2] == ["1", str(job.ranks[1].pid)]
-    assert "killed by SIGKILL" in table[2]
-
-
-def test_first_failure_comes_first(launch: Launch) -> None:
-    job = launch(3, *ALONE)
-    job.ranks[2].tell("exit 5")
-    job.read_until("exit code 5; 2 still running")
-    job.ranks[0].tell("exit 4")
-    job.read_until("exit code 4; 1 still running")
-    job.ranks[1].tell("exit 0")
-    code, said = job.end()
-    assert code == 1
-    assert "2 of 3 ranks failed" in said
-    assert said.index("exit code 5") < said.index("exit code 4")
+    first, second = said[said.index("2 of 3 ranks failed") :].splitlines()[2:4]
+    assert first.split()[:2] == ["1", str(job.ranks[1].pid)] and "killed by SIGKILL" in first
+    assert second.split()[:2] == ["0", str(job.ranks[0].pid)] and "exit code 5" in second
 
 
 def test_recorded_error_is_shown(
@@ -451,18 +448,6 @@ def test_an_error_file_of_another_handler(
     assert "out of luck" in caplog.text
 
 
-def test_helpers_of_a_failed_rank_end(launch: Launch) -> None:
-    job = launch(2, *ALONE)
-    helper = os.pidfd_open(int(job.ranks[0].ask("helper")))
-    try:
-        os.kill(job.ranks[0].pid, signal.SIGKILL)
-        job.read_until("killed by SIGKILL")
-        assert ended(helper)
-    finally:
-        os.close(helper)
-    assert job.ranks[1].ask("ping") == "pong"
-
-
 def test_a_failure_that_the_job_finished_without_is_forgiven(
     script: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -494,28 +479,6 @@ def test_a_failure_that_the_job_finished_without_is_forgiven(
     for how, member in (("fault", "-"), ("done", "member fails")):
         code, said = ends(how, member)
         assert code == 1 and said.count("1 of 3 ranks failed") == 1
-
-
-def test_the_store_outlives_every_rank(launch: Launch, script: Callable[[str], str]) -> None:
-    job = launch(2, *ALONE)
-    environment = Path("/proc", str(job.ranks[0].pid), "environ").read_bytes().split(b"\0")
-    (address,) = (v.partition(b"=")[2].decode() for v in environment if v.startswith(b"FT_WRAPPER_STORE="))
-    host, _, port = address.rpartition(":")
-    os.kill(job.ranks[0].pid, signal.SIGKILL)
-    job.read_until("killed by SIGKILL")
-    store = TCPStore(host, int(port))
-    try:
-        assert store.add("counter", 1) == 1
-    finally:
-        store.close()
-
-
-@pytest.mark.parametrize("command", ["status", "report"])
-def test_commands_beside_starting_a_script(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        main([command, "--help"])
-    assert end.value.code == 0
-    assert f"usage: ftrun {command} " in capsys.readouterr().out
 
 
 WITHOUT_TORCH = """
@@ -595,9 +558,30 @@ def test_report() -> None:
 # Signals -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", *at_night("one signal runs always", ["SIGINT", "SIGQUIT"])])
-def test_signals_reach_all_ranks(launch: Launch, name: str) -> None:
-    job = launch(2)
+def test_a_signal_ends_all(launch: Launch) -> None:
+    """Ranks that handle it with 0, and their helpers; those that ignore it; one has failed before."""
+    job = launch(4, "--shutdown-timeout", "2", *ALONE)  # long enough for the others to end
+    job.ranks[3].tell("exit 7")
+    job.read_until("exit code 7")
+    helper = os.pidfd_open(int(job.ranks[0].ask("helper")))
+    try:
+        assert [job.ranks[rank].ask("handle SIGTERM") for rank in (0, 1)] == ["done"] * 2
+        assert job.ranks[2].ask("ignore SIGTERM") == "done"
+        job.process.send_signal(signal.SIGTERM)
+        for rank in (0, 1):
+            assert job.ranks[rank].lines.readline() == "got SIGTERM\n"
+        assert ended(helper)
+    finally:
+        os.close(helper)
+    code, said = job.end()
+    assert code == 128 + signal.SIGTERM
+    assert "rank 2: still there 2 s after the signal, killed" in said
+    assert "1 of 4 ranks failed" in said
+
+
+@pytest.mark.parametrize("name", ["SIGUSR1", *at_night("SIGTERM runs always", ["SIGINT", "SIGQUIT"])])
+def test_other_signals_reach_all_ranks(launch: Launch, name: str) -> None:
+    job = launch(2, *(("--signals-to-handle", "SIGUSR1,SIGTERM") if name == "SIGUSR1" else ()))
     for rank in job.ranks.values():
         assert rank.ask(f"handle {name}") == "done"
     job.process.send_signal(signal.Signals[name])
@@ -606,36 +590,6 @@ def test_signals_reach_all_ranks(launch: Launch, name: str) -> None:
     code, said = job.end()
     assert code == 128 + signal.Signals[name]
     assert "ranks failed" not in said
-
-
-def test_signals_reach_helpers(launch: Launch) -> None:
-    job = launch(1)
-    helper = os.pidfd_open(int(job.ranks[0].ask("helper")))
-    try:
-        # The rank exits with 0, so that nothing but the signal ends its helper.
-        assert job.ranks[0].ask("handle SIGTERM") == "done"
-        job.process.send_signal(signal.SIGTERM)
-        assert ended(helper)
-    finally:
-        os.close(helper)
-    assert job.end()[0] == 128 + signal.SIGTERM
-
-
-def test_who_ignores_the_signal_is_killed(launch: Launch) -> None:
-    job = launch(2, "--shutdown-timeout", "2")  # long enough for the other one to end
-    assert job.ranks[0].ask("ignore SIGTERM") == "done"
-    job.process.send_signal(signal.SIGTERM)
-    code, said = job.end()
-    assert code == 128 + signal.SIGTERM
-    assert "rank 0: still there 2 s after the signal, killed" in said
-
-
-def test_other_signals_on_request(launch: Launch) -> None:
-    job = launch(1, "--signals-to-handle", "SIGUSR1,SIGTERM")
-    assert job.ranks[0].ask("handle SIGUSR1") == "done"
-    job.process.send_signal(signal.SIGUSR1)
-    assert job.ranks[0].lines.readline() == "got SIGUSR1\n"
-    assert job.end()[0] == 128 + signal.SIGUSR1
 
 
 @pytest.mark.parametrize(
@@ -711,35 +665,20 @@ def test_notices_end_nothing_before_the_nodes_meet_and_when_all_is_over() -> Non
     assert process.wait(TIMEOUT) == 0
 
 
-def test_a_notice_that_is_ignored_stays_so(launch: Launch) -> None:
-    job = launch(1, shell="trap '' USR1;")
-    assert job.ranks[0].ask("note SIGUSR1") == "done"
-    job.process.send_signal(signal.SIGUSR1)
-    assert job.ranks[0].ask("ping") == "pong"
-    job.ranks[0].tell("exit 0")
-    code, said = job.end()
-    assert (code, "SIGUSR1" in said) == (0, False)
-
-
-def test_failures_before_a_signal_are_shown(launch: Launch) -> None:
-    job = launch(2, *ALONE)
-    job.ranks[1].tell("exit 7")
-    job.read_until("exit code 7")
-    job.process.send_signal(signal.SIGTERM)
-    code, said = job.end()
-    assert code == 128 + signal.SIGTERM
-    assert "1 of 2 ranks failed" in said
-
-
-def test_nohup_stays(launch: Launch) -> None:
-    job = launch(1, shell="trap '' HUP;")
+def test_signals_that_are_ignored_stay_so(launch: Launch) -> None:
+    """As under nohup."""
+    job = launch(1, shell="trap '' USR1 HUP;")
     for pid in (job.process.pid, job.ranks[0].pid):
         status = Path("/proc", str(pid), "status").read_text()
         (ignored,) = (int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigIgn"))
         assert ignored & 1 << (signal.SIGHUP - 1)
-    job.process.send_signal(signal.SIGHUP)
+    assert job.ranks[0].ask("note SIGUSR1") == "done"
+    for signum in (signal.SIGHUP, signal.SIGUSR1):
+        job.process.send_signal(signum)
+    assert job.ranks[0].ask("ping") == "pong"
     job.ranks[0].tell("exit 0")
-    assert job.end()[0] == 0
+    code, said = job.end()
+    assert (code, "SIGUSR1" in said) == (0, False)
 
 
 def test_ranks_die_with_ftrun(launch: Launch) -> None:
@@ -763,18 +702,6 @@ def log_files(directory: Path) -> dict[str, str]:
     return {f"{file.parent.name}/{file.name}": file.read_text() for file in directory.rglob("*.log")}
 
 
-@pytest.mark.parametrize("option", ["-r", "--redirects"])
-def test_redirects(tmp_path: Path, capfd: pytest.CaptureFixture[str], option: str) -> None:
-    assert main(["--nproc-per-node", "2", option, "3", "--log-dir", str(tmp_path), *TALK]) == 0
-    assert log_files(tmp_path) == {
-        "0/stdout.log": "out 0\n",
-        "0/stderr.log": "err 0\n",
-        "1/stdout.log": "out 1\n",
-        "1/stderr.log": "err 1\n",
-    }
-    assert capfd.readouterr() == ("", "")
-
-
 def test_redirects_by_rank(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["--nproc_per_node", "2", "-r", "0:1,1:2", "--log_dir", str(tmp_path), *TALK]) == 0
     assert log_files(tmp_path) == {"0/stdout.log": "out 0\n", "1/stderr.log": "err 1\n"}
@@ -782,18 +709,14 @@ def test_redirects_by_rank(tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
 
 
 def test_tee(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["--nproc-per-node=2", "-t", "3", "--role", "worker", "--log-dir", str(tmp_path), *TALK]) == 0
-    assert len(log_files(tmp_path)) == 4
+    options = ["--nproc-per-node=3", "-t", "3", "--role", "worker", "--local-ranks-filter", "0,2"]
+    assert main([*options, "--log-dir", str(tmp_path), *TALK]) == 0
+    assert log_files(tmp_path) == {
+        f"{rank}/std{name}.log": f"{name} {rank}\n" for rank in range(3) for name in ("out", "err")
+    }
     out, err = capfd.readouterr()
-    assert sorted(out.splitlines()) == ["[worker0]:out 0", "[worker1]:out 1"]
-    assert sorted(err.splitlines()) == ["[worker0]:err 0", "[worker1]:err 1"]
-
-
-def test_local_ranks_filter(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    options = ["--nproc-per-node", "2", "--local-ranks-filter", "1", "-t", "1", "--log-dir", str(tmp_path)]
-    assert main([*options, *TALK]) == 0
-    assert sorted(log_files(tmp_path)) == ["0/stdout.log", "1/stdout.log"]
-    assert capfd.readouterr() == ("[default1]:out 1\n", "err 1\n")
+    assert sorted(out.splitlines()) == ["[worker0]:out 0", "[worker2]:out 2"]
+    assert sorted(err.splitlines()) == ["[worker0]:err 0", "[worker2]:err 2"]
 
 
 def test_logs_of_a_failed_rank_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -822,96 +745,13 @@ def test_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.C
     assert "pack" not in sys.modules
 
 
-def test_options_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PET_NPROC_PER_NODE", "3")
-    monkeypatch.setenv("PET_NO_PYTHON", "1")
-    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "7")
-    options = parse_args(["true"])
-    assert options.nproc_per_node == 3
-    assert options.program.command[0].endswith("/true")
-    assert options.shutdown_timeout == 7.0
-    assert parse_args(["--nproc-per-node", "2", "true"]).nproc_per_node == 2
-
-
-@pytest.mark.parametrize("value", ["cpu", "auto"])
-def test_nproc_by_name(value: str) -> None:
-    assert parse_args(["--nproc-per-node", value, "--no-python", "true"]).nproc_per_node >= 1
-
-
 def test_console_script() -> None:
     command = Path(sys.executable).with_name("ftrun")
-    done = subprocess.run([command, "--help"], capture_output=True, text=True, timeout=TIMEOUT)
-    assert done.returncode == 0
-    assert "--nproc-per-node" in done.stdout
+    done = subprocess.run([command, "--version"], capture_output=True, text=True, timeout=TIMEOUT)
+    assert (done.returncode, done.stdout.startswith("ftrun ")) == (0, True)
 
 
 # Bad input -----------------------------------------------------------------------------------------------
-
-MEET = ("--nnodes", "2", "--rdzv-endpoint", "localhost:1")
-BAD = {
-    "no script": ([], ["script"]),
-    "missing script": (["nowhere.py"], ["nowhere.py", "no such file"]),
-    "missing module": (["-m", "no_such_module_"], ["no_such_module_", "not found"]),
-    "missing submodule": (["-m", "json.no_such_module_"], ["json.no_such_module_", "not found"]),
-    "package without main": (["-m", "concurrent"], ["concurrent", "__main__"]),
-    "no module's name": (["-m", "a..b"], ["a..b"]),
-    "missing program": (["--no-python", "no-such-program-"], ["no-such-program-", "no such program"]),
-    "nproc 0": (["--nproc-per-node", "0", "x.py"], ["--nproc-per-node 0", "at least one"]),
-    "nproc negative": (["--nproc-per-node=-2", "x.py"], ["--nproc-per-node -2", "at least one"]),
-    "nproc word": (["--nproc-per-node", "many", "x.py"], ["--nproc-per-node many", "cpu, gpu, xpu or auto"]),
-    "module without python": (["-m", "--no-python", "json.tool"], ["--no-python", "--module", "contradict"]),
-    "redirects": (["-r", "4", "x.py"], ["--redirects 4"]),
-    "tee": (["-t", "out", "x.py"], ["--tee out"]),
-    "filter": (["--local-ranks-filter", "a", "x.py"], ["--local-ranks-filter a"]),
-    "no handling": (["--signals-to-handle", "SIGKILL", "x.py"], ["--signals-to-handle", "SIGKILL"]),
-    "timeout": (["--shutdown-timeout", "-1", "x.py"], ["--shutdown-timeout -1", "at least 0"]),
-    "timeout word": (["--shutdown-timeout", "long", "x.py"], ["--shutdown-timeout long"]),
-    "log dir": (["--log-dir", "file", "x.py"], ["--log-dir file", "name a directory"]),
-    "no policy": (["--restart-policy", "alone", "x.py"], ["--restart-policy alone", "auto, rank or group"]),
-    "restarts word": (["--max-restarts", "some", "x.py"], ["--max-restarts some", "at least 0"]),
-    "restarts negative": (["--max-rank-restarts=-1", "x.py"], ["--max-rank-restarts -1", "at least 0"]),
-    "restarts of the group, alone": (
-        ["--restart-policy", "rank", "--max-restarts", "1", "x.py"],
-        ["--max-restarts 1", "--restart-policy rank", "contradict"],
-    ),
-    "restarts of a rank, in a group": (
-        ["--restart-policy", "group", "--max-rank-restarts", "1", "x.py"],
-        ["--max-rank-restarts 1", "--restart-policy group", "contradict"],
-    ),
-    "handling of SIGCHLD": (["--signals-to-handle", "SIGCHLD", "x.py"], ["--signals-to-handle", "SIGCHLD"]),
-    "ambiguous option": (["--no", "2", "x.py"], ["--no", "--no-python, --node-rank"]),
-    "unknown option": (["--no-such-option", "2", "x.py"], ["--no-such-option"]),
-    "nodes word": (["--nnodes", "some", "x.py"], ["--nnodes some", "2:4"]),
-    "no nodes": (["--nnodes", "0:2", "x.py"], ["--nnodes 0:2", "at least one"]),
-    "least above most": (["--nnodes", "3:2", "x.py"], ["--nnodes 3:2", "3, is more than the most, 2"]),
-    "rendezvous value": ([*MEET, "--rdzv-conf", "join_timeout=x", "x.py"], ["join_timeout=x"]),
-    "rendezvous list": ([*MEET, "--rdzv-conf", "join_timeout", "x.py"], ["--rdzv-conf", "NAME=VALUE"]),
-    "endpoint": (["--nnodes", "2", "--rdzv-endpoint", "a:b:c", "x.py"], ["--rdzv-endpoint a:b:c"]),
-    "node id": ([*MEET, "--node-id", "a b", "x.py"], ["'a b'", "letters, digits"]),
-    "no such backend": ([*MEET, "--rdzv-backend", "carrier", "x.py"], ["--rdzv-backend carrier", "c10d"]),
-    "monitor interval": (["--monitor-interval", "0", "x.py"], ["--monitor-interval 0", "at least 0.001"]),
-    "exit barrier": (["--exit-barrier-timeout", "-1", "x.py"], ["--exit-barrier-timeout -1", "at least 0"]),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], case: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("x.py").write_text("open('started', 'w')")
-    Path("file").touch()
-    arguments, words = BAD[case]
-    with pytest.raises(SystemExit) as exit_info:
-        main(arguments)
-    assert exit_info.value.code == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("ftrun: error: ")
-    assert err.count("\n") == 1
-    for word in words:
-        assert word in err
-    assert not Path("started").exists()
 
 
 def test_what_cannot_be_executed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -955,19 +795,11 @@ def test_result_files_that_cannot_be_written(
     assert list(tmp_path.iterdir()) == [late]
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
-def test_nothing_is_shown_where_there_is_no_console(tmp_path: Path, closed: str) -> None:
-    words = f"-m ft_wrapper.run --tee 3 --no-python echo hello {closed}"
+def test_nothing_is_shown_where_there_is_no_console(tmp_path: Path) -> None:
+    words = "-m ft_wrapper.run --tee 3 --no-python echo hello >&- 2>&-"
     command = ["sh", "-c", f"exec {sys.executable} {words}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, cwd=tmp_path)
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
-
-
-def test_exit_code_of_the_program(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "ft_wrapper.run", str(tmp_path / "nowhere.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
 
 
 WAITS = """
@@ -998,11 +830,9 @@ def test_a_thread_that_waits_for_a_store_does_not_abort_the_end(script: Callable
         assert (ended.returncode, ended.stdout) == (7, "said"), ended.stderr
 
 
-@pytest.mark.parametrize("command", ["report", "status"])
-def test_a_reader_that_has_read_enough_ends_a_command_quietly(command: str) -> None:
+def test_a_reader_that_has_read_enough_ends_a_command_quietly() -> None:
     """`ftrun report … | head` said where in Python the pipe had broken."""
     code = """
-        import sys
         from ft_wrapper.cli import main as cli
 
         def much(argv):
@@ -1010,11 +840,11 @@ def test_a_reader_that_has_read_enough_ends_a_command_quietly(command: str) -> N
                 print("line", number)
             return 0
 
-        cli.COMMANDS[sys.argv[1]] = "__main__:much"
+        cli.COMMANDS["report"] = "__main__:much"
         cli.command()
     """
     with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code), command],
+        [sys.executable, "-c", textwrap.dedent(code), "report"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     ) as process:
