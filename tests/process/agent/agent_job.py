@@ -6,8 +6,6 @@ import contextlib
 import os
 import select
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -24,7 +22,6 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 FTRUN = "ft_wrapper.run"
-TORCHRUN = "torch.distributed.run"
 
 
 class FtRun:
@@ -34,7 +31,6 @@ class FtRun:
         folder: for its files.
         arguments: of ftrun.
         before: what to put in front of the command.
-        program: torch's module, to see what torchrun does in the same case; its ranks may outlive it.
         environment: what it finds in its environment beside what we have in ours.
     """
 
@@ -43,7 +39,6 @@ class FtRun:
         folder: Path,
         *arguments: str,
         before: Sequence[str] = (),
-        program: str = FTRUN,
         environment: Mapping[str, str] | None = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -52,16 +47,7 @@ class FtRun:
         own = {events.ENV: str(self._events), "TMPDIR": str(folder)}
         with open(self._output, "wb") as output:
             own.update(environment or {})
-            if program == FTRUN:
-                self.process = start_ftrun(arguments, output.fileno(), folder, own, before)
-            else:
-                self.process = subprocess.Popen(
-                    [*before, sys.executable, "-m", program, *arguments],
-                    env={**os.environ, **own},
-                    cwd=folder,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                )
+            self.process = start_ftrun(arguments, output.fileno(), folder, own, before)
 
     def __enter__(self) -> FtRun:
         return self

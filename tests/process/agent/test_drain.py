@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import signal
 import socket
@@ -197,16 +198,28 @@ def test_a_node_leaves_and_the_others_begin_another_round(
         cluster.finish(a)
 
 
-def test_sigterm_drains_a_node_that_others_go_on_without(tmp_path: Path) -> None:
-    with Cluster(tmp_path, LIVE, nnodes="3") as cluster:
+def test_sigterm_and_http_drain_nodes_that_the_others_go_on_without(tmp_path: Path) -> None:
+    with Cluster(tmp_path, LIVE, nnodes="4") as cluster:
         cluster.host_store()
-        nodes = [cluster.start(name, "--drain-timeout", "60") for name in "012"]
+        options = ("--drain-timeout", "60")
+        nodes = [cluster.start(n, *options, environment={PORT: "0"} if n == "2" else {}) for n in "0123"]
         await_that(lambda: came_to(cluster.shared, 0, 0, 1), *nodes)
         nodes[1].process.send_signal(signal.SIGTERM)
         assert nodes[1].end() == 0, nodes[1].said
         assert "SIGTERM: rank 1 to leave the job within 60 s" in nodes[1].said
-        await_that(lambda: came_to(cluster.shared, 1, 0, 2), nodes[0], nodes[2])
-        cluster.finish(nodes[0], nodes[2])
+        await_that(lambda: came_to(cluster.shared, 1, 0, 2), nodes[0], *nodes[2:])
+
+        found = re.search(r"the health endpoint is at 127\.0\.0\.1:(\d+)", nodes[2].said)
+        assert found is not None
+        url = f"http://localhost:{found[1]}/drain?within="
+        with pytest.raises(urllib.error.HTTPError, match="400"):
+            urllib.request.urlopen(urllib.request.Request(url + "soon", method="POST"), timeout=TIMEOUT)
+        answer = urllib.request.urlopen(urllib.request.Request(url + "45", method="POST"), timeout=TIMEOUT)
+        assert answer.status == 202
+        assert nodes[2].end() == 0, nodes[2].said
+        assert "asked by HTTP: rank 2 to leave the job within 45 s" in nodes[2].said
+        await_that(lambda: came_to(cluster.shared, 2, 0, 3), nodes[0], nodes[3])
+        cluster.finish(nodes[0], nodes[3])
         assert lost_or_repeated(*nodes) == ([], [])
 
 
@@ -220,25 +233,6 @@ def test_sigterm_ends_a_job_of_which_too_few_would_be_left(tmp_path: Path) -> No
         assert nodes[1].end() == 128 + signal.SIGTERM, nodes[1].said
         why = "SIGTERM: this node is not drained: 1 rank would be left, fewer than min_world_size=2"
         assert why in nodes[1].said
-
-
-def test_a_notice_by_http_drains_a_node(tmp_path: Path) -> None:
-    with Cluster(tmp_path, LIVE, nnodes="3") as cluster:
-        cluster.host_store()
-        nodes = [cluster.start(name, environment={PORT: "0"} if name == "1" else {}) for name in "012"]
-        await_that(lambda: came_to(cluster.shared, 0, 0, 1), *nodes)
-        found = re.search(r"the health endpoint is at 127\.0\.0\.1:(\d+)", nodes[1].said)
-        assert found is not None
-        url = f"http://localhost:{found[1]}/drain?within="
-        with pytest.raises(urllib.error.HTTPError, match="400"):
-            urllib.request.urlopen(urllib.request.Request(url + "soon", method="POST"), timeout=TIMEOUT)
-        answer = urllib.request.urlopen(urllib.request.Request(url + "45", method="POST"), timeout=TIMEOUT)
-        assert answer.status == 202
-        assert nodes[1].end() == 0, nodes[1].said
-        assert "asked by HTTP: rank 1 to leave the job within 45 s" in nodes[1].said
-        await_that(lambda: came_to(cluster.shared, 1, 0, 2), nodes[0], nodes[2])
-        cluster.finish(nodes[0], nodes[2])
-        assert lost_or_repeated(*nodes) == ([], [])
 
 
 @pytest.mark.nightly("another node leaves in every run")
@@ -305,14 +299,17 @@ def test_restart_and_stop(tmp_path: Path) -> None:
 
 
 def test_all_nodes_stop(tmp_path: Path) -> None:
+    results = [tmp_path / f"result{name}" for name in "01"]
     with Cluster(tmp_path, WITHOUT_STEPS, nnodes="2") as cluster:
         cluster.host_store()
-        nodes = [cluster.start(name) for name in "01"]
+        nodes = [cluster.start(str(n), "--result-file", str(path)) for n, path in enumerate(results)]
         await_that(lambda: came_to(cluster.shared, 0, 0, 1), *nodes)
-        assert ftrun("stop", cluster.address).returncode == 0
+        assert ftrun("stop", cluster.address, "--why", "lunch").returncode == 0
         assert [node.end() for node in nodes] == [0, 0]
         again = ftrun("stop", cluster.address)
         assert again.returncode == 1 and again.stderr.endswith("ftrun stop: refused: the job is over\n")
+    for found in (json.loads(path.read_text()) for path in results):
+        assert (found["verdict"], found["exit_code"], "lunch" in found["why"]) == ("stopped", 0, True)
 
 
 @pytest.mark.parametrize("name", ["drain", "restart", "stop"])
@@ -327,27 +324,20 @@ def test_commands_that_cannot_be_carried_out(name: str, capsys: pytest.CaptureFi
     assert (no_rank if name == "restart" else no_node) in said
 
 
-@pytest.mark.parametrize("target", ["", "slot:", "slot:x", "slot:-1", "slot:1.5", "node:"])
-def test_a_drain_of_nothing_is_told_before_it_connects(
-    target: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_what_a_drain_is_asked_of_is_read_before_it_connects(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control, "JobStores", None)
-    with pytest.raises(SystemExit) as end:
-        control.main_drain([target, "localhost:1"])
-    assert end.value.code == 2
-    assert f"{target!r}: name a node or a slot" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("target", ["0", "node-7", "node:0", "slot:3", "slot", "node", "a:b", "Knoten 7\n"])
-def test_a_drain_of_what_may_be_there_connects(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(control, "drain", lambda _, target, *__: asked.append(target) or "done")
-    assert control.main_drain([target, "localhost:1"]) == 0
-    assert asked == [target]
-
-
-@pytest.mark.parametrize("within", ["-1", "inf", "nan", "soon", "1e300"])
-def test_a_drain_within_a_wrong_time(within: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        control.main_drain(["0", "localhost:1", "--within", within])
-    assert "--within" in capsys.readouterr().err
+    good = ["0", "node-7", "node:0", "slot:3", "slot", "node", "a:b", "Knoten 7\n"]
+    assert [control.main_drain([target, "localhost:1"]) for target in good] == [0] * len(good)
+    assert asked == good
+    for target in ("", "slot:", "slot:x", "slot:-1", "slot:1.5", "node:"):
+        with pytest.raises(SystemExit, match="2"):
+            control.main_drain([target, "localhost:1"])
+        assert f"{target!r}: name a node or a slot" in capsys.readouterr().err
+    for within in ("-1", "inf", "nan", "soon", "1e300"):
+        with pytest.raises(SystemExit, match="2"):
+            control.main_drain(["0", "localhost:1", "--within", within])
+        assert "--within" in capsys.readouterr().err
+    assert asked == good

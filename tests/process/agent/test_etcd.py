@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import threading
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import trustme
 from agent_job import TIMEOUT, all_gone, await_that, send
 from support.etcd_users import require_login
-from test_nodes import CONF, WRAPPED, Cluster, lose, pids_of, places
+from test_nodes import LONG_CALL, WRAPPED, Cluster, lose, pids_of, places
 from training import Training
 
 from ft_wrapper.agent.rounds import INFRASTRUCTURE
 from ft_wrapper.run import main
-from ft_wrapper.store import EtcdStore
 from ft_wrapper.store.etcd_messages import Range, Transaction, put
-from ft_wrapper.store.etcd_watch import Watch
 from ft_wrapper.testing import EtcdServer
 from ft_wrapper.testing.etcd_server import EtcdTLS, free_port
 
@@ -42,7 +38,7 @@ class EtcdCluster(Cluster):
     def use(self, etcd: EtcdServer) -> None:
         self._endpoint = etcd.endpoints
         self._options += ["--rdzv-backend", "etcd", "--rdzv-id", "job"]
-        self._conf = CONF.replace("last_call_timeout=0.2", "last_call_timeout=60")
+        self._conf = LONG_CALL
 
 
 # Each rank counts, in a file of its own.
@@ -173,78 +169,6 @@ def test_without_a_majority_training_goes_on_and_a_fault_waits(tmp_path: Path, m
     assert after[0]["pid"] == before[0]["pid"]
     assert after[1]["pid"] != before[1]["pid"]
     assert after[0]["iteration"] == before[0]["iteration"] + 1
-    assert left_in(members) == []
-
-
-@contextlib.contextmanager
-def short_lease(etcd: EtcdServer) -> Iterator[None]:
-    """A job that is begun in the block has a lease of a few seconds: shorter than ftrun lets one ask for."""
-    store = EtcdStore(etcd.endpoints, "ft_wrapper/job", ttl=timedelta(seconds=3))
-    try:
-        yield
-    finally:
-        store.close()
-
-
-def await_end_of_lease(etcd: EtcdServer, *, heartbeats: bool = False) -> None:
-    """Waits until the job is gone, which no one keeps alive any more; and its heartbeats, if so said."""
-    with contextlib.closing(etcd.get_client()) as client:
-        (life,) = client.read(Range(b"ft_wrapper/job/life"))
-        span = Range.prefix(b"ft_wrapper/job/") if heartbeats else Range(life.key)
-        watch = Watch(client, span, life.mod_revision + 1)
-        too_late = threading.Timer(TIMEOUT, watch.close)
-        too_late.start()
-        try:
-            assert any(not heartbeats or left_in(etcd) == [] for _ in watch.events())
-        finally:
-            too_late.cancel()
-            too_late.join()
-            watch.close()
-
-
-@pytest.mark.nightly("tests/process/store has leases that end always")
-def test_nothing_is_left_of_a_job_that_died_with_all_its_processes(
-    tmp_path: Path, members: EtcdServer
-) -> None:
-    with EtcdCluster(tmp_path, WRAPPED, nnodes="2") as cluster:
-        cluster.use(members)
-        with short_lease(members):
-            nodes = [cluster.start(str(number)) for number in range(2)]
-            cluster.await_inside(2, *nodes)
-        for node in nodes:
-            lose(node)
-        assert left_in(members) != []
-        await_end_of_lease(members, heartbeats=True)
-
-
-@pytest.mark.nightly(
-    "tests/process/store has leases that end, and a paused host is in tests/process/wrapper/test_rejoin.py"
-)
-def test_who_was_stopped_for_longer_than_the_lease_is_told_and_uses_no_number_again(
-    tmp_path: Path, members: EtcdServer
-) -> None:
-    with EtcdCluster(tmp_path, WRAPPED, nnodes="1") as cluster:
-        cluster.use(members)
-        with short_lease(members):
-            stopped = cluster.start("0")
-            cluster.await_inside(1, stopped)
-        family = stopped.family()
-        # All that keep the lease alive.
-        for pid in (stopped.process.pid, *(process.pid for process in family)):
-            send(pid, signal.SIGSTOP)
-        await_end_of_lease(members)
-        # Another job has the id now, with the same numbers.
-        other = cluster.start("0")
-        (before,) = cluster.await_inside(1, other)
-        for pid in (stopped.process.pid, *(process.pid for process in family)):
-            send(pid, signal.SIGCONT)
-        assert stopped.end() == INFRASTRUCTURE, stopped.said
-        assert all_gone(family, TIMEOUT) == []
-        assert cluster.inside(1) == []
-        cluster.finish(other)
-    assert len(stopped.events("enter")) == len(other.events("enter")) == 1
-    assert "the job's keys are gone" in stopped.said.splitlines()[-1]
-    assert list(pids_of(other).values()) == [[before["pid"]]]
     assert left_in(members) == []
 
 

@@ -1,7 +1,6 @@
 """The policy ``group``: a script without the wrapper finds what it finds under torchrun.
 
-Most of these cases are run three times: by ftrun with its own rendezvous and, nightly, by ftrun on torch's
-and by torchrun, which says what is expected. Where torchrun does something else, the test says what.
+Most of these cases are run by ftrun with its own rendezvous and, nightly, on torch's.
 
 The scripts import nothing, so that a case costs little more than the start of its agents. The test hosts the
 rendezvous store: any agent may go.
@@ -19,13 +18,13 @@ from typing import Any
 
 import psutil
 import pytest
-from agent_job import FTRUN, TORCHRUN, FtRun, await_that, lose
+from agent_job import FtRun, await_that, lose
+from support.nightly import at_night
 
 from ft_wrapper.store import TCPStoreServer
 
-OURS, OURS_ON_TORCHS, TORCHS = "ftrun", "ftrun-c10d", "torchrun"
-NIGHTLY = [pytest.mark.nightly("ftrun with its own rendezvous runs always")]
-LAUNCHERS = [OURS, *(pytest.param(launcher, marks=NIGHTLY) for launcher in (OURS_ON_TORCHS, TORCHS))]
+OURS, TORCHS = "ft", "c10d"
+BACKENDS = [OURS, *at_night("our own rendezvous runs always", [TORCHS])]
 NPROC = 2
 
 # Each rank says who it is, and runs until it is told its exit code.
@@ -62,17 +61,17 @@ class Job:
 
     Args:
         folder: for its files.
-        launcher: one of those of `LAUNCHERS`.
+        backend: one of `BACKENDS`.
         nnodes: how many agents.
         options: for all of them.
         silent_after: seconds until ours takes a node for lost.
     """
 
     def __init__(
-        self, folder: Path, launcher: str, nnodes: str, *options: str, silent_after: float = 5.0
+        self, folder: Path, backend: str, nnodes: str, *options: str, silent_after: float = 5.0
     ) -> None:
         self._folder = folder
-        self._launcher = launcher
+        self._backend = backend
         self._shared = folder / "shared"
         self._shared.mkdir(parents=True)
         script = folder / "script.py"
@@ -89,18 +88,14 @@ class Job:
         self._exits.callback(server.close)
         # A node that waits for torch's next round looks once a second, and later on a busy machine: with a
         # shorter last call two nodes may have rounds of one by turns.
-        backend, conf = "c10d", "last_call_timeout=10,keep_alive_interval=1,keep_alive_max_attempt=5"
-        if self._launcher == OURS:
-            backend, conf = "ft", "last_call_timeout=1,keep_alive_interval=0.5"
-            conf += f",keep_alive_max_attempt={self._attempts}"
-        self._options += ["--rdzv-backend", backend, "--rdzv-endpoint", f"localhost:{server.port}"]
-        self._options += ["--rdzv-conf", f"is_host=false,read_timeout=30,{conf}"]
-        if self._launcher != TORCHS:
-            self._options.append("--no-fork")
+        conf = "last_call_timeout=10,keep_alive_interval=1,keep_alive_max_attempt=5"
+        if self._backend == OURS:
+            conf = f"last_call_timeout=1,keep_alive_interval=0.5,keep_alive_max_attempt={self._attempts}"
+        self._options += ["--rdzv-backend", self._backend, "--rdzv-endpoint", f"localhost:{server.port}"]
+        self._options += ["--rdzv-conf", f"is_host=false,read_timeout=30,{conf}", "--no-fork"]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._tell("exit", 0)  # those of torchrun outlive it
         self._exits.__exit__(*error)
 
     def start(self, name: str) -> FtRun:
@@ -116,9 +111,8 @@ class Job:
             FtRun(
                 self._folder / f"{name}.{self._count}",
                 *self._options,
-                *(("--node-id", name) if self._launcher == OURS else ()),
+                *(("--node-id", name) if self._backend == OURS else ()),
                 *self._script,
-                program=TORCHRUN if self._launcher == TORCHS else FTRUN,
                 environment=environment,
             )
         )
@@ -163,7 +157,7 @@ def are_gone(ranks: Sequence[Rank]) -> bool:
 
 def waits(agent: FtRun) -> bool:
     """Whether an agent has said that it waits for the others."""
-    return "waiting for the other nodes" in agent.said or "for other agents to finish" in agent.said
+    return "waiting for the other nodes" in agent.said
 
 
 # A job that grows, fails once, and ends ------------------------------------------------------------------
@@ -173,7 +167,7 @@ def waits(agent: FtRun) -> bool:
 class Grown:
     """What came of it: the ranks of each round, and how the agents ended."""
 
-    launcher: str
+    backend: str
     alone: list[Rank]
     grown: list[Rank]
     were_gone: bool
@@ -184,7 +178,7 @@ class Grown:
     started_late: list[Rank]
 
 
-@pytest.fixture(scope="module", params=LAUNCHERS)
+@pytest.fixture(scope="module", params=BACKENDS)
 def grown(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Grown]:
     with Job(tmp_path_factory.mktemp("grown"), request.param, "1:2", "--max-restarts", "1") as job:
         a = job.start("a")
@@ -206,25 +200,17 @@ def grown(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         yield Grown(request.param, alone, grown, were_gone, again, left, exitcodes, late, started_late)
 
 
-def test_a_node_that_comes_late_restarts_all_ranks(grown: Grown) -> None:
+def test_a_node_that_comes_late_restarts_all_ranks_and_is_no_restart(grown: Grown) -> None:
     assert restarts(grown.alone) == {"a": {0}}
     assert [len(of(node, grown.grown)) for node in "ab"] == [NPROC, NPROC]
     assert grown.were_gone, "two groups at a time"
-
-
-def test_a_change_of_membership_is_no_restart(grown: Grown) -> None:
     assert restarts(grown.grown) == {"a": {0}, "b": {0}}
-    # And nothing was taken from the budget, which is one: this came of a failure.
-    assert restarts(grown.again)["b"] == {1}
 
 
 def test_a_rank_that_fails_restarts_all_ranks_of_all_nodes(grown: Grown) -> None:
     assert not {rank.pid for rank in grown.again} & {rank.pid for rank in grown.grown}
-
-
-def test_each_agent_counts_its_own_restarts_but_ours_count_together(grown: Grown) -> None:
-    """torch: "agents do not synchronize restart counts"."""
-    assert restarts(grown.again) == {"a": {1 if grown.launcher == OURS else 0}, "b": {1}}
+    # On torch's rendezvous each agent counts its own restarts; ours count together.
+    assert restarts(grown.again) == {"a": {1 if grown.backend == OURS else 0}, "b": {1}}
 
 
 def test_who_ends_first_waits_for_the_others(grown: Grown) -> None:
@@ -234,59 +220,30 @@ def test_who_ends_first_waits_for_the_others(grown: Grown) -> None:
 
 
 def test_a_node_that_comes_after_the_end_is_turned_away(grown: Grown) -> None:
-    assert grown.late.end() == (1 if grown.launcher == TORCHS else 2)
-    assert ("RendezvousClosedError" if grown.launcher == TORCHS else "is closed") in grown.late.said
+    assert grown.late.end() == 2
+    assert "is closed" in grown.late.said
     assert grown.started_late == []
 
 
 # Failures ------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Failed:
-    """What came of it: the ranks of each round, and how the agents ended."""
-
-    launcher: str
-    first: list[Rank]
-    second: list[Rank]
-    left: list[Rank]
-    exitcodes: list[int]
-    a: FtRun
-    b: FtRun
-
-
-@pytest.fixture(scope="module", params=LAUNCHERS)
-def failed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Failed]:
-    with Job(tmp_path_factory.mktemp("failed"), request.param, "2", "--max-restarts", "1") as job:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_when_the_restarts_are_used_up_the_job_has_failed(tmp_path: Path, backend: str) -> None:
+    with Job(tmp_path, backend, "2", "--max-restarts", "1") as job:
         a, b = job.start("a"), job.start("b")
         first = job.ranks(2 * NPROC, a, b)
-        job.end(first, 3)
+        job.end(first, 3)  # that all fail at once is one restart
         second = job.ranks(2 * NPROC, a, b)
         job.end(of("b", second)[1:], 5)
-        exitcodes = [b.end()]
-        if request.param == OURS:
-            exitcodes.append(a.end())
-        left = [rank for rank in second if psutil.pid_exists(rank.pid)]
-        # No one has told torch's agent of it: its ranks run into an error when they talk to the others.
-        job.end(of("a", second), 1)
-        exitcodes = [a.end(), b.end()]
-        yield Failed(request.param, first, second, left, exitcodes, a, b)
-
-
-def test_ranks_that_fail_all_at_once_are_one_restart(failed: Failed) -> None:
-    assert restarts(failed.first) == {"a": {0}, "b": {0}}
-    assert restarts(failed.second) == {"a": {1}, "b": {1}}
-
-
-def test_when_the_restarts_are_used_up_the_job_has_failed(failed: Failed) -> None:
-    assert failed.exitcodes == [1, 1], failed.a.said + failed.b.said
-    assert of("b", failed.left) == [], "one has failed: the others of its node are ended"
-
-
-def test_an_agent_that_has_failed_ends_the_others(failed: Failed) -> None:
-    """By ourselves; under torchrun they end when their ranks miss the others, or the rendezvous store."""
-    assert len(of("a", failed.left)) == (0 if failed.launcher == OURS else NPROC)
-    assert ("the job was ended: rank" in failed.a.said) == (failed.launcher == OURS)
+        if backend == TORCHS:  # it tells no other agent: ranks run into an error when they miss the others
+            assert b.end() == 1, b.said
+            job.end(of("a", second), 1)
+        assert [a.end(), b.end()] == [1, 1], a.said + b.said
+        assert are_gone(second), "one has failed: all others are ended"
+    assert restarts(first) == {"a": {0}, "b": {0}}
+    assert restarts(second) == {"a": {1}, "b": {1}}
+    assert ("the job was ended: rank" in a.said) == (backend == OURS)
 
 
 # A node has finished -------------------------------------------------------------------------------------
@@ -359,12 +316,9 @@ def test_the_loss_of_a_node_is_no_restart(tmp_path: Path) -> None:
     assert restarts(left) == {"a": {0}}
 
 
-@pytest.mark.parametrize("launcher", [OURS, pytest.param(TORCHS, marks=NIGHTLY)])
-def test_a_node_that_leaves_and_comes_back_at_once_is_a_restart_for_ours_alone(
-    tmp_path: Path, launcher: str
-) -> None:
+def test_a_node_that_leaves_and_comes_back_at_once_is_a_restart(tmp_path: Path) -> None:
     # It is back before anybody takes it for lost, however long it takes to start.
-    with Job(tmp_path, launcher, "1:2", "--max-restarts", "1", silent_after=60.0) as job:
+    with Job(tmp_path, OURS, "1:2", "--max-restarts", "1", silent_after=60.0) as job:
         a, b = job.start("a"), job.start("b")
         job.ranks(2 * NPROC, a, b)
         lose(b)
@@ -372,5 +326,4 @@ def test_a_node_that_leaves_and_comes_back_at_once_is_a_restart_for_ours_alone(
         again = job.ranks(2 * NPROC, a, b)
         job.end(again)
         assert [a.end(), b.end()] == [0, 0]
-    count = 1 if launcher == OURS else 0
-    assert restarts(again) == {"a": {count}, "b": {count}}
+    assert restarts(again) == {"a": {1}, "b": {1}}

@@ -221,34 +221,7 @@ def test_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parsed(*MEET).node_check is None
 
 
-@pytest.mark.parametrize(
-    ("arguments", "word"),
-    [
-        (["--node-check-timeout", "0"], "--node-check-timeout 0: must be at least 0.001 and finite"),
-        (["--node-check-timeout", "soon"], "--node-check-timeout soon: must be at least 0.001 and finite"),
-        (["--node-check-retries", "-1"], "--node-check-retries -1: use a number of at least 0"),
-        (
-            [*MEET, "--rdzv-backend", "c10d", "--node-check", "true"],
-            "--node-check true and --rdzv-backend c10d contradict each other",
-        ),
-    ],
-)
-def test_what_is_refused(arguments: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        parsed(*arguments)
-    assert end.value.code == 2
-    assert capsys.readouterr().err.startswith(f"ftrun: error: {word}")
-
-
 # One node --------------------------------------------------------------------------------------------------
-
-
-def test_one_node_that_fails_starts_nothing(tmp_path: Path) -> None:
-    with FtRun(tmp_path / "node", "--node-check", "echo no disk; exit 1", "--no-python", "true") as node:
-        assert node.end() == 76
-    (line,) = [line for line in node.said.splitlines() if "ftrun: error: " in line]
-    assert line.endswith("this node has failed its check: --node-check: no disk (exit status 1)")
-    assert node.events("rank_started") == []
 
 
 def test_one_node_that_may_try_again(tmp_path: Path) -> None:

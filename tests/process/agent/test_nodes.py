@@ -23,10 +23,10 @@ from ft_wrapper.cli import status
 from ft_wrapper.cli.main import main
 from ft_wrapper.rendezvous.keys import agents_prefix, version_key
 from ft_wrapper.store import TCPStore, TCPStoreServer, connect
-from ft_wrapper.testing.etcd_server import free_port
 
 # Silence of five seconds: on a busy machine no one who lives is silent for so long.
 CONF = "last_call_timeout=0.2,keep_alive_interval=0.5,keep_alive_max_attempt=10,read_timeout=20"
+LONG_CALL = CONF.replace("last_call_timeout=0.2", "last_call_timeout=60")
 
 WRAPPED = """
     import json, os, sys, time
@@ -47,18 +47,6 @@ WRAPPED = """
             time.sleep(0.02)
 
     train()
-"""
-
-PLAIN = """
-    import os, sys, time
-    folder, rank = sys.argv[1], os.environ["RANK"]
-    if not os.path.exists(f"{folder}/failed"):
-        open(f"{folder}/started.{rank}", "w").close()
-        while rank == "0" or not os.path.exists(f"{folder}/started.0"):
-            time.sleep(0.02)
-        open(f"{folder}/failed", "w").close()
-        sys.exit(7)
-    print("done", rank, os.environ["WORLD_SIZE"], os.environ["TORCHELASTIC_RESTART_COUNT"])
 """
 
 
@@ -96,12 +84,6 @@ class Cluster:
         self._endpoint = f"localhost:{server.port}"
         self._conf += ",is_host=false"
 
-    def use_c10d(self) -> None:
-        """Has the nodes meet by torch's own handler."""
-        self._endpoint = f"localhost:{free_port()}"
-        self._options += ["--rdzv-backend", "c10d"]
-        self._conf = ""
-
     def start(
         self,
         node_id: str,
@@ -112,7 +94,7 @@ class Cluster:
     ) -> FtRun:
         """Starts a node; the first one hosts the rendezvous store, unless the test does."""
         self._count += 1
-        ids = ["--node-id", node_id] if self._conf and not by_slurm else []
+        ids = [] if by_slurm else ["--node-id", node_id]
         if by_slurm:
             environment = {**(environment or {}), "SLURM_STEP_ID": "1", "SLURM_PROCID": node_id}
         node = FtRun(
@@ -183,12 +165,22 @@ def pids_of(node: FtRun) -> dict[int, list[int]]:
     return pids
 
 
-def test_two_nodes_run_a_job(tmp_path: Path) -> None:
-    with Cluster(tmp_path, WRAPPED, nnodes="2", nproc=2) as cluster:
-        nodes = [cluster.start(node_id, "--rdzv-id", "job7") for node_id in ("0", "1")]
-        ranks = cluster.await_inside(4, *nodes)
-        cluster.finish(*nodes)
-    for rank, found in enumerate(ranks):
+def test_a_lost_node_comes_back_and_nobody_else_is_disturbed(tmp_path: Path) -> None:
+    with Cluster(tmp_path, WRAPPED, nnodes="1:2", nproc=2) as cluster:
+        # Both are to be there before it begins.
+        options = ("--rdzv-id", "job7", "--rdzv-conf", LONG_CALL)
+        stays, goes = cluster.start("0", *options), cluster.start("1", *options)
+        before = cluster.await_inside(4, stays, goes)
+        await_that(lambda: "a job has formed" in stays.said, stays)
+        assert (sorted(pids_of(stays)), sorted(pids_of(goes))) == ([0, 1], [2, 3])
+        lose(goes)
+        # Not by their heartbeats, of which a minute may be missing: by the agent that has taken the node out.
+        left = cluster.await_inside(2, stays)
+        assert [rank["pid"] for rank in left] == [rank["pid"] for rank in before[:2]]
+        back = cluster.start("1", *options)
+        after = cluster.await_inside(4, stays, back)
+        cluster.finish(stays, back)
+    for rank, found in enumerate(before):
         expected = {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank % 2),
@@ -200,34 +192,16 @@ def test_two_nodes_run_a_job(tmp_path: Path) -> None:
             "ROLE_NAME": "default",
             "ROLE_WORLD_SIZE": "4",
             "MASTER_ADDR": "localhost",
-            "MASTER_PORT": ranks[0]["MASTER_PORT"],
+            "MASTER_PORT": before[0]["MASTER_PORT"],
             "TORCHELASTIC_RUN_ID": "job7",
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_MAX_RESTARTS": "0",
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "FT_WRAPPER_FORMATION_SIZE": "4",
-            "FT_WRAPPER_STORE": f"localhost:{ranks[0]['MASTER_PORT']}",
+            "FT_WRAPPER_STORE": f"localhost:{before[0]['MASTER_PORT']}",
         }
         assert {name: found.get(name) for name in expected} == expected
         assert found["TORCHELASTIC_ERROR_FILE"].endswith(f"/{rank % 2}/error.json")
-    assert sorted(pids_of(nodes[0])) == [0, 1]
-    assert sorted(pids_of(nodes[1])) == [2, 3]
-
-
-def test_a_lost_node_comes_back_and_nobody_else_is_disturbed(tmp_path: Path) -> None:
-    with Cluster(tmp_path, WRAPPED, nnodes="1:2", nproc=2) as cluster:
-        # Both are to be there before it begins.
-        last_call = ("--rdzv-conf", CONF.replace("last_call_timeout=0.2", "last_call_timeout=60"))
-        stays, goes = cluster.start("0", *last_call), cluster.start("1", *last_call)
-        before = cluster.await_inside(4, stays, goes)
-        await_that(lambda: "a job has formed" in stays.said, stays)
-        lose(goes)
-        # Not by their heartbeats, of which a minute may be missing: by the agent that has taken the node out.
-        left = cluster.await_inside(2, stays)
-        assert [rank["pid"] for rank in left] == [rank["pid"] for rank in before[:2]]
-        back = cluster.start("1", *last_call)
-        after = cluster.await_inside(4, stays, back)
-        cluster.finish(stays, back)
     assert [rank["pid"] for rank in after[:2]] == [rank["pid"] for rank in before[:2]]
     assert [rank["RANK"] for rank in after] == ["0", "1", "2", "3"]
     assert [len(pids) for pids in pids_of(stays).values()] == [1, 1]
@@ -292,28 +266,6 @@ def test_a_late_node_enlarges_the_job_and_a_spare_steps_in(
     assert pids_of(unneeded) == {}
 
 
-@pytest.mark.nightly("a spare node steps in in test_a_late_node_enlarges_the_job_and_a_spare_steps_in")
-def test_a_fifth_node_steps_in_for_one_of_four(tmp_path: Path) -> None:
-    with Cluster(tmp_path, WRAPPED, nnodes="1:4") as cluster:
-        last_call = ("--rdzv-conf", CONF.replace("last_call_timeout=0.2", "last_call_timeout=60"))
-        nodes = [cluster.start(str(number), *last_call) for number in range(4)]
-        before = cluster.await_inside(4, *nodes)
-        await_that(lambda: "a job has formed" in nodes[0].said, nodes[0])
-        fifth = cluster.start("4", *last_call)
-        await_that(lambda: "there is no seat for it now" in fifth.said, fifth)
-        lose(nodes[2])
-        after = cluster.await_inside(4, nodes[0], nodes[1], nodes[3], fifth)
-        back = cluster.start("2", *last_call)
-        await_that(lambda: "there is no seat for it now" in back.said, back)
-        lose(nodes[3])
-        again = cluster.await_inside(4, nodes[0], nodes[1], back, fifth)
-        cluster.finish(nodes[0], nodes[1], back, fifth)
-    for kept, groups in (((0, 1, 3), (before, after)), ((0, 1, 2), (after, again))):
-        first, second = ([group[rank]["pid"] for rank in kept] for group in groups)
-        assert first == second
-    assert (list(pids_of(fifth)), list(pids_of(back))) == ([2], [3])
-
-
 def test_a_second_job_step_leaves_a_living_node_alone_and_a_killed_ftrun_comes_back_at_once(
     tmp_path: Path,
 ) -> None:
@@ -375,36 +327,9 @@ def test_all_come_together_again_when_the_ranks_lose_their_store(tmp_path: Path)
         cluster.finish(other)
 
 
-@pytest.mark.parametrize(
-    "backend", ["ft", pytest.param("c10d", marks=pytest.mark.nightly("our own rendezvous runs always"))]
-)
-def test_a_plain_script_is_started_anew_on_all_nodes(tmp_path: Path, backend: str) -> None:
-    with Cluster(tmp_path, PLAIN, nnodes="2") as cluster:
-        options = ["--max-restarts", "1"]
-        if backend == "c10d":
-            cluster.use_c10d()
-        nodes = [cluster.start(node_id, *options) for node_id in ("0", "1")]
-        for node in nodes:
-            assert node.end() == 0, node.said
-    said = "".join(node.said for node in nodes)
-    assert said.count("done ") == 2
-    # Our own nodes count together, torch's handler leaves that to each agent.
-    assert "done 0 2 1" in said or backend == "c10d"
-    assert "done 1 2 1" in said
-    assert "all ranks are restarted (1 of 1)" in said
-
-
-def test_a_failure_for_good_ends_the_job_on_all_nodes(tmp_path: Path) -> None:
-    with Cluster(tmp_path, PLAIN, nnodes="2") as cluster:
-        nodes = [cluster.start(node_id) for node_id in ("0", "1")]
-        assert [node.end() for node in nodes] == [1, 1], nodes[0].said + nodes[1].said
-    assert "the job was ended: rank 1: exit code 7" in nodes[0].said
-    assert "1 of 1 ranks of node 1 failed, the first one first" in nodes[1].said
-
-
 def test_a_node_that_is_ended_leaves_and_the_others_go_on(tmp_path: Path) -> None:
     with Cluster(tmp_path, WRAPPED, nnodes="1:2") as cluster:
-        last_call = ("--rdzv-conf", CONF.replace("last_call_timeout=0.2", "last_call_timeout=60"))
+        last_call = ("--rdzv-conf", LONG_CALL)
         stays, goes = cluster.start("0", *last_call), cluster.start("1", *last_call)
         before = cluster.await_inside(2, stays, goes)
         await_that(lambda: "a job has formed" in stays.said, stays)
@@ -416,18 +341,6 @@ def test_a_node_that_is_ended_leaves_and_the_others_go_on(tmp_path: Path) -> Non
         assert left[0]["pid"] == before[0]["pid"]
         assert "no heartbeat" not in stays.said
         cluster.finish(stays)
-
-
-def test_the_end_of_the_host_ends_the_others(tmp_path: Path) -> None:
-    with Cluster(tmp_path, WRAPPED, nnodes="2") as cluster:
-        host, other = cluster.start("0"), cluster.start("1")
-        cluster.await_inside(2, host, other)
-        families = [*host.family(), *other.family()]
-        host.process.send_signal(signal.SIGINT)
-        assert host.end() == 128 + signal.SIGINT, host.said
-        assert other.end() == 75, other.said
-        assert all_gone(families, TIMEOUT) == []
-        assert "which hosts the rendezvous store, has left: it was ended by SIGINT" in other.said
 
 
 def test_the_loss_of_the_host_ends_the_others(tmp_path: Path) -> None:
@@ -500,48 +413,34 @@ def silent_server() -> Iterator[int]:
                 connection.close()
 
 
-def test_nobody_answers(tmp_path: Path) -> None:
-    port = free_port()
-    conf = "is_host=false,read_timeout=1"
-    check_refused(tmp_path, port, ["--rdzv-conf", conf], f"--rdzv-endpoint localhost:{port}", "is the node")
-
-
 def test_the_port_belongs_to_another_program(tmp_path: Path) -> None:
     with silent_server() as port:
-        check_refused(tmp_path, port, [], "though somebody listens there")
+        endpoint = ("--nnodes", "2", "--rdzv-endpoint", f"localhost:{port}")
+        with FtRun(tmp_path / "node", *endpoint, "--no-python", "true") as node:
+            assert node.end() == 75
+    (line,) = [line for line in node.said.splitlines() if line.startswith("ftrun: error: ")]
+    assert "though somebody listens there" in line
 
 
-@pytest.mark.parametrize(
-    ("options", "word"),
-    [
-        (["--rdzv-id", "other"], "run_id is other here, but none there"),
-        (["--nnodes", "2:4"], "nnodes is 2:4 here, but 2:2 there"),
-        (["--max-restarts", "3"], "max_restarts is 3 here, but 0 there"),
-    ],
-)
-def test_other_options_than_the_jobs(tmp_path: Path, options: list[str], word: str) -> None:
+def test_other_options_than_the_jobs(tmp_path: Path) -> None:
     with Cluster(tmp_path, WRAPPED, nnodes="2") as cluster:
         first = cluster.start("0")
         cluster.await_first()
-        stranger = cluster.start("1", *options)
-        assert stranger.end() == 2
-        (line,) = [line for line in stranger.said.splitlines() if "error" in line]
-        assert line.startswith("ftrun: error: ")
-        assert word in line
+        for word, *options in (
+            ("run_id is other here, but none there", "--rdzv-id", "other"),
+            ("nnodes is 2:4 here, but 2:2 there", "--nnodes", "2:4"),
+            ("max_restarts is 3 here, but 0 there", "--max-restarts", "3"),
+            ("spare_nodes is 1 here, but not set there", "--spare-nodes", "1", "--nnodes", "1"),
+        ):
+            stranger = cluster.start("1", *options)
+            assert stranger.end() == 2
+            (line,) = [line for line in stranger.said.splitlines() if "error" in line]
+            assert line.startswith(f"ftrun: error: cannot start {cluster.script}: ")
+            assert word in line
         # The others have not noticed.
         second = cluster.start("1")
         cluster.await_inside(2, first, second)
         cluster.finish(first, second)
-
-
-def check_refused(folder: Path, port: int, options: list[str], *words: str) -> None:
-    endpoint = ["--nnodes", "2", "--rdzv-endpoint", f"localhost:{port}"]
-    with FtRun(folder / "node", *endpoint, *options, "--no-python", "true") as node:
-        assert node.end() == 75
-        lines = [line for line in node.said.splitlines() if line.startswith("ftrun: error: ")]
-        assert len(lines) == 1, node.said
-        for word in words:
-            assert word in lines[0]
 
 
 FAILS = """

@@ -6,14 +6,11 @@ import os
 import re
 import socket
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from agent_job import FtRun, await_that
-from test_nodes import CONF, Cluster, lose, pids_of
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.run import get_args_parser
 
 from ft_wrapper import Compose, Wrapper
@@ -51,18 +48,6 @@ def read(options: Options) -> tuple[RendezvousSettings, Identity, bool | None]:
     return *read_parameters(options.rendezvous), options.rendezvous.get_as_bool("is_host")
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line that says why these arguments do not do."""
-    with pytest.raises(SystemExit) as end:
-        parsed(*arguments)
-    assert end.value.code == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("ftrun: error: ")
-    assert err.count("\n") == 1
-    return err
-
-
 # torchrun's command lines ------------------------------------------------------------------------------
 
 
@@ -81,38 +66,27 @@ def test_they_have_torchruns_defaults_but_for_what_is_documented() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "--standalone --nnodes=1 --nproc-per-node=4",
-        "--standalone --nproc_per_node=4 --rdzv-id=7 --rdzv-backend=c10d --master-port=29501",
-        "--nproc-per-node=4 --master_port 29501",
-        "--nnodes 1 --node-rank 0 --master-addr localhost --master-port 29500 --nproc-per-node 4",
-        "--nnodes 1:1 --rdzv-backend static --nproc-per-node 4 --max-restarts 0",
-        "--nproc-per-node 4 --start-method fork --event-log-handler null",
-    ],
-)
-def test_lines_for_one_node(line: str) -> None:
-    options = parsed(*line.split())
-    assert options.rendezvous is None
-    assert options.nproc_per_node == 4
+def test_lines_for_one_node_and_where_its_store_is() -> None:
+    for line, port in {
+        "--standalone --nnodes=1 --nproc-per-node=4": 0,
+        "--standalone --nproc_per_node=4 --rdzv-id=7 --rdzv-backend=c10d --master-port=29501": 0,
+        "--nproc-per-node=4 --master_port 29501": 29501,
+        "--nnodes 1 --node-rank 0 --master-addr localhost --master-port 29500 --nproc-per-node 4": 29500,
+        "--nnodes 1:1 --rdzv-backend static --nproc-per-node 4 --max-restarts 0": 0,
+        "--nproc-per-node 4 --start-method fork --event-log-handler null": 0,
+    }.items():
+        options = parsed(*line.split())
+        assert (options.rendezvous, options.nproc_per_node, options.port) == (None, 4, port), line
 
 
-@pytest.mark.parametrize(
-    ("line", "port"), [("--master-port 29501", 29501), ("--standalone --master-port 29501", 0), ("", 0)]
-)
-def test_where_the_store_of_one_node_is(line: str, port: int) -> None:
-    assert parsed(*line.split()).port == port
-
-
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_the_static_line(rank: str) -> None:
-    options = parsed(*STATIC, "--node-rank", rank)
-    assert options.rendezvous is not None
-    assert (options.rendezvous.backend, options.rendezvous.endpoint) == ("ft", "head:29501")
-    settings, identity, is_host = read(options)
-    assert (settings.min_nodes, settings.max_nodes, identity.node_id) == (2, 2, rank)
-    assert is_host is (rank == "0"), "node 0 hosts, whatever the name of the master leads to"
+def test_the_static_line() -> None:
+    for rank in ("0", "1"):
+        options = parsed(*STATIC, "--node-rank", rank)
+        assert options.rendezvous is not None
+        assert (options.rendezvous.backend, options.rendezvous.endpoint) == ("ft", "head:29501")
+        settings, identity, is_host = read(options)
+        assert (settings.min_nodes, settings.max_nodes, identity.node_id) == (2, 2, rank)
+        assert is_host is (rank == "0"), "node 0 hosts, whatever the name of the master leads to"
 
 
 def test_the_static_line_without_all_of_it() -> None:
@@ -150,125 +124,10 @@ def test_other_handlers_know_no_node_rank() -> None:
     assert parsed(*MEET, "--rdzv-backend", "c10d", "--node-rank", "7").warnings == ()
 
 
-def test_variables_of_a_platform(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {
-        "PET_NNODES": "2",
-        "PET_NPROC_PER_NODE": "3",
-        "PET_NODE_RANK": "1",
-        "PET_MASTER_ADDR": "head",
-        "PET_MASTER_PORT": "29501",
-    }.items():
-        monkeypatch.setenv(name, value)
-    options = parsed()
-    assert options.rendezvous is not None
-    assert options.rendezvous.endpoint == "head:29501"
-    assert read(options)[1] == Identity("1", nproc=3)
-    monkeypatch.setenv("PET_NNODES", "1")
-    monkeypatch.setenv("PET_NODE_RANK", "0")
-    assert parsed().rendezvous is None
-
-
 def test_its_own_number_goes_before_the_cluster_managers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JOB_COMPLETION_INDEX", "5")
     assert read(parsed(*MEET))[1].node_id == "5"
     assert read(parsed(*MEET, "--node-rank", "1"))[1].node_id == "1"
-
-
-# Contradictions ----------------------------------------------------------------------------------------
-
-BAD = {
-    "alone, with others": (["--standalone", "--nnodes", "2"], ["--standalone", "--nnodes 2"]),
-    "alone, with spares": (["--standalone", "--spare-nodes", "1"], ["--standalone", "--spare-nodes 1"]),
-    "node rank too large": (
-        [*STATIC, "--node-rank", "2"],
-        ["--node-rank 2", "the last one is 1", "--node-id"],
-    ),
-    "node rank on one node that looks for the others": (
-        ["--node-rank", "1", "--master-port", "29501"],
-        ["--node-rank 1", "with 1 node the last one is 0", "--nnodes"],
-    ),
-    "node rank negative": ([*STATIC, "--node-rank=-1"], ["--node-rank -1", "at least 0"]),
-    "node rank word": ([*STATIC, "--node-rank", "first"], ["--node-rank first"]),
-    "node rank and another id": (
-        [*STATIC, "--node-rank", "1", "--node-id", "a"],
-        ["--node-rank 1", "--node-id a", "contradict"],
-    ),
-    "etcd without an endpoint": (
-        ["--nnodes", "2", "--rdzv-backend", "etcd", "--rdzv-id", "7"],
-        ["--nnodes 2", "--rdzv-endpoint HOST:PORT", "etcd's members"],
-    ),
-    "etcd without an id": (
-        ["--rdzv-backend", "etcd", "--rdzv-endpoint", "a,b,c"],
-        ["--rdzv-backend etcd", "--rdzv-id ID"],
-    ),
-    "master port word": (["--master-port", "http"], ["--master-port http", "65535"]),
-    "master port too large": ([*STATIC[:4], "--master-port", "65536"], ["--master-port 65536"]),
-    "none active": (["--active-world-size", "0"], ["--active-world-size 0", "at least one"]),
-    "active word": (["--active-world-size", "all"], ["--active-world-size all"]),
-    "more active than ranks": (
-        ["--nproc-per-node", "4", "--active-world-size", "5"],
-        ["--active-world-size 5", "more than the 4 ranks", "--nproc-per-node 4"],
-    ),
-    "more active than ranks of all nodes": (
-        [*MEET, "--nproc-per-node", "4", "--active-world-size", "9"],
-        ["--active-world-size 9", "more than the 8 ranks", "--nnodes 2"],
-    ),
-    "more active than devices": (
-        ["--nnodes", "1:2", "--nproc-per-node", "9", "--active-world-size", "9", "--devices-per-node", "4"],
-        [
-            "--nproc-per-node 9 --active-world-size 9: there are 2 x 4 devices for 9 active ranks",
-            "lower --active-world-size to 8; or start 4 ranks a node, with --spare-nodes; or give",
-            "--devices-per-node 0",
-        ],
-    ),
-    "more active than devices, with spare nodes": (
-        [*MEET, "--nproc-per-node", "3", "--spare-nodes", "1", "--devices-per-node", "2"],
-        ["--nproc-per-node 3 --spare-nodes 1", "2 x 2 devices for 6 active ranks"],
-    ),
-    "devices that others do not see": (
-        [
-            "--nproc-per-node",
-            "3",
-            "--active-world-size",
-            "2",
-            "--devices-per-node",
-            "2",
-            "--virtual-local-rank",
-        ],
-        ["--nproc-per-node 3 --active-world-size 2", "--virtual-local-rank", "contradict"],
-    ),
-    "devices word": (["--devices-per-node", "gpu"], ["--devices-per-node gpu", "at least 0"]),
-    "spare nodes negative": (["--spare-nodes=-1"], ["--spare-nodes -1", "at least 0"]),
-    "spare nodes and active ranks": (
-        [*MEET, "--spare-nodes", "1", "--active-world-size", "2"],
-        ["--spare-nodes 1", "--active-world-size 2", "contradict"],
-    ),
-    "spare nodes and a group": (
-        [*MEET, "--spare-nodes", "1", "--restart-policy", "group"],
-        ["--spare-nodes 1", "--restart-policy group", "contradict"],
-    ),
-    "spare nodes elsewhere": (
-        [*MEET, "--spare-nodes", "1", "--rdzv-backend", "c10d"],
-        ["--spare-nodes 1", "--rdzv-backend c10d", "--rdzv-backend ft"],
-    ),
-    "start method": (["--start-method", "thread"], ["--start-method", "'thread'"]),
-    "no such logs specs": (["--logs-specs", "no-such"], ["--logs-specs no-such", "torchrun.logs_specs"]),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_contradictions(capsys: pytest.CaptureFixture[str], case: str) -> None:
-    arguments, words = BAD[case]
-    line = refused(capsys, *arguments)
-    for word in words:
-        assert word in line
-
-
-def test_fewer_gpus_than_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    line = refused(capsys, "--virtual-local-rank", "--nproc-per-node", "3")
-    assert "CUDA_VISIBLE_DEVICES=3,5" in line
-    assert parsed("--virtual-local-rank", "--nproc-per-node", "2").virtual_local_rank
 
 
 # Spares ------------------------------------------------------------------------------------------------
@@ -402,20 +261,6 @@ def test_a_killed_process_comes_back_where_the_launcher_can_do_that(monkeypatch:
 # Log files ---------------------------------------------------------------------------------------------
 
 
-class OwnSpecs(DefaultLogsSpecs):
-    """What a package might install."""
-
-
-def test_logs_specs_of_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    info = tmp_path / "own-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: own\nVersion: 1\n")
-    (info / "entry_points.txt").write_text(f"[torchrun.logs_specs]\nown = {__name__}:OwnSpecs\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert parsed("--logs-specs", "own").logs_specs is OwnSpecs
-    assert parsed().logs_specs is DefaultLogsSpecs
-
-
 def test_prefix_of_lines(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     prefix = "<${role_name} ${rank} ${local_rank}>"
     options = parsed("-t", "1", "--log-dir", str(tmp_path))
@@ -482,30 +327,14 @@ COUNTED = """
 """
 
 
-def test_active_ranks_of_a_job(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], write: Callable[[str], str]
-) -> None:
-    assert main(["--nproc-per-node", "2", "--active-world-size", "1", "--no-fork", write(COUNTED)]) == 0
-    out, err = capfd.readouterr()
-    assert sorted(out.splitlines()) == [
-        "by code: 0 of 1",
-        "by ftrun: 0 of 1",
-        "slot 0: active",
-        "slot 1: spare",
-    ]
-    assert err.count("active_world_size=2 does not count: ftrun says 1") == 1
-
-
-@pytest.fixture
-def write(tmp_path: Path) -> Callable[[str], str]:
-    """Writes a script and returns its path."""
-
-    def write(source: str) -> str:
-        path = tmp_path / "script.py"
-        path.write_text(textwrap.dedent(source))
-        return str(path)
-
-    return write
+def test_active_ranks_of_a_job(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(COUNTED))
+    with FtRun(tmp_path / "job", "--nproc-per-node", "2", "--active-world-size", "1", str(script)) as job:
+        assert job.end() == 0, job.said
+    said = sorted(line for line in job.said.splitlines() if line[:4] in ("by c", "by f", "slot"))
+    assert said == ["by code: 0 of 1", "by ftrun: 0 of 1", "slot 0: active", "slot 1: spare"]
+    assert job.said.count("active_world_size=2 does not count: ftrun says 1") == 1
 
 
 def test_a_static_job_whose_second_node_is_first(tmp_path: Path) -> None:
@@ -533,73 +362,3 @@ def test_the_port_of_the_master_is_in_use(tmp_path: Path) -> None:
             (error,) = (line for line in other.said.splitlines() if line.startswith("ftrun: error: "))
     assert error.startswith("ftrun: error: cannot start true: ")
     assert f"localhost:{port}: this node must host the store, and cannot" in error
-
-
-SPARED = """
-    import json, os, sys, time
-    from ft_wrapper import CallWrapper, Limits, Wrapper
-
-    folder, found = sys.argv[1], dict(os.environ)  # the wrapper changes some of it
-
-    @Wrapper(rejoin=True, heartbeat_timeout=60, limits=Limits(on_join="now", join_window=0.1))
-    def train(call_wrapper: CallWrapper = None):
-        state = call_wrapper.state
-        path = f"{folder}/in.{state.active_world_size}.{state.iteration}.{state.active_rank}"
-        with open(path + ".part", "w") as file:
-            json.dump({**found, "pid": os.getpid()}, file)
-        os.rename(path + ".part", path)
-        while not os.path.exists(f"{folder}/finish"):
-            time.sleep(0.02)
-
-    train()
-"""
-
-
-@pytest.mark.nightly("a spare node steps in in test_nodes.py always")
-def test_the_ranks_of_a_spare_node_step_in_where_they_are(tmp_path: Path) -> None:
-    with Cluster(tmp_path, SPARED, nnodes="2", nproc=2) as cluster:
-        conf = CONF.replace("last_call_timeout=0.2", "last_call_timeout=60")  # all are to be there
-        options = ("--spare-nodes", "1", "--rdzv-conf", conf)
-        stays, goes, spare = (cluster.start(node_id, *options) for node_id in ("0", "1", "2"))
-        before = cluster.await_inside(4, stays, goes, spare)
-        assert [(rank["RANK"], rank["WORLD_SIZE"]) for rank in before] == [(str(n), "6") for n in range(4)]
-        assert {rank["FT_WRAPPER_ACTIVE_WORLD_SIZE"] for rank in before} == {"4"}
-        await_that(lambda: "a job has formed" in stays.said, stays)
-        lose(goes)
-        after = cluster.await_inside(4, stays, spare)
-        cluster.finish(stays, spare)
-    assert [rank["RANK"] for rank in after] == ["0", "1", "4", "5"]
-    assert [rank["pid"] for rank in after[:2]] == [rank["pid"] for rank in before[:2]]
-    # Those that had waited: no rank was started for it.
-    assert pids_of(spare) == {4: [after[2]["pid"]], 5: [after[3]["pid"]]}
-
-
-def test_a_job_begins_with_fewer_ranks_than_may_be_active(tmp_path: Path) -> None:
-    with Cluster(tmp_path, SPARED, nnodes="1:3") as cluster:
-        first = cluster.start("0", "--active-world-size", "2")
-        cluster.await_inside(1, first)
-        await_that(lambda: "a job has formed" in first.said, first)
-        second = cluster.start("1", "--active-world-size", "2")
-        cluster.await_inside(2, first, second)
-        third = cluster.start("2", "--active-world-size", "2")
-        ranks = cluster.await_inside(2, first, second, third)
-        assert [rank["RANK"] for rank in ranks] == ["0", "1"], "one more than may be active waits"
-        cluster.finish(first, second, third)
-
-
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [(["--active-world-size", "1"], "active_world_size"), (["--spare-nodes", "1"], "spare_nodes")],
-)
-def test_nodes_with_other_spares(tmp_path: Path, options: list[str], name: str) -> None:
-    with Cluster(tmp_path, SPARED, nnodes="2") as cluster:
-        first = cluster.start("0")
-        await_that(lambda: "hosting the rendezvous store" in first.said, first)
-        stranger = cluster.start("1", *options)
-        assert stranger.end() == 2
-        (line,) = (line for line in stranger.said.splitlines() if "error" in line)
-        assert line.startswith("ftrun: error: cannot start ")
-        assert str(cluster.script) in line, "what was asked for, rather than its Python"
-        # The one that comes second is refused. If that is the host, the other one says why it ended.
-        ours, theirs = f"{name} is 1 here, but not set there", f"{name} is not set here, but 1 there"
-        assert ours in line or theirs in line

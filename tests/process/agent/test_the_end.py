@@ -10,7 +10,7 @@ import psutil
 import pytest
 from agent_job import FtRun, all_gone, await_that
 from support.nightly import at_night
-from test_nodes import CONF, WRAPPED, Cluster
+from test_nodes import LONG_CALL, WRAPPED, Cluster
 
 WITHIN = 10.0
 """Seconds within which all that an agent has started is gone; the shutdown timeout is half of that."""
@@ -144,7 +144,7 @@ def test_nothing_is_left_on_one_of_two_nodes_and_the_other_goes_on(tmp_path: Pat
     signum = signal.Signals[name]
     with Cluster(tmp_path, STUCK_ON_ONE, nnodes="1:2", nproc=2) as cluster:
         cluster.arguments.append(name)
-        last_call = ("--rdzv-conf", CONF.replace("last_call_timeout=0.2", "last_call_timeout=60"))
+        last_call = ("--rdzv-conf", LONG_CALL)
         stays, goes = cluster.start("0", *last_call), cluster.start("1", *last_call)
         before = cluster.await_inside(4, stays, goes)
         await_that(lambda: "a job has formed" in stays.said, stays)

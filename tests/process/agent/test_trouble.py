@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 from agent_job import TIMEOUT, FtRun, await_that
+from support.nightly import at_night
+from support.warm_ftrun import run_python, start_python
 
 from ft_wrapper import events
 
@@ -70,17 +70,16 @@ def test_output_that_nobody_reads_restarts_once_and_is_named(tmp_path: Path) -> 
     script = write(tmp_path, PRINTS)
     read_end, write_end = os.pipe()
     os.close(read_end)
-    command = [sys.executable, "-m", "ft_wrapper.run", "--nproc-per-node", "2", "--no-fork", script]
+    words = ["-m", "ft_wrapper.run", "--nproc-per-node", "2", script]
     try:
-        ended = subprocess.run(
-            command, stdout=write_end, stderr=subprocess.PIPE, text=True, timeout=TIMEOUT, cwd=tmp_path
-        )
+        with start_python(words, cwd=tmp_path, stdout=write_end) as job:
+            _, said = job.communicate(timeout=TIMEOUT)
     finally:
         os.close(write_end)
-    assert ended.returncode == 0, ended.stderr
-    assert "has no reader (EPIPE)" in ended.stderr
-    assert "restart 1: " in ended.stderr
-    assert "restart 2: " not in ended.stderr
+    assert job.returncode == 0, said
+    assert "has no reader (EPIPE)" in said
+    assert "restart 1: " in said
+    assert "restart 2: " not in said
 
 
 # Of a user's: it is run in the template, too, and never returns there.
@@ -103,6 +102,7 @@ BLOCKS = """
 """
 
 
+@pytest.mark.nightly("a template that was stopped runs always")
 def test_a_template_that_hangs_does_not_hold_up_the_end(tmp_path: Path) -> None:
     script = write(tmp_path, JOB)
     folder, users = tmp_path / "job", tmp_path / "users"
@@ -119,25 +119,30 @@ def test_a_template_that_hangs_does_not_hold_up_the_end(tmp_path: Path) -> None:
     assert not template.is_running()
 
 
+LIMITED = """
+import resource, sys
+from ft_wrapper.cli.main import command
+
+limit = int(sys.argv.pop(1))
+resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+command()
+"""
+
+
 @pytest.mark.parametrize(
-    ("limit", "enough"),
-    [
-        pytest.param(30, False, marks=pytest.mark.nightly("a limit that is enough is named always")),
-        (64, True),
-    ],
+    ("limit", "enough"), [(30, False), *at_night("a limit that is too low is named always", [(64, True)])]
 )
 def test_too_few_descriptors_are_named_before_anything_is_started(
     tmp_path: Path, limit: int, enough: bool
 ) -> None:
-    script, folder = write(tmp_path, JOB), tmp_path / "job"
-    folder.mkdir()
-    (folder / "finish").touch()
-    before = ("bash", "-c", f'ulimit -n {limit}; exec "$@"', "bash")
-    with FtRun(folder, "--nproc-per-node", "1", "--no-fork", script, before=before) as job:
-        assert job.end() == (0 if enough else 2), job.said
+    script = write(tmp_path, JOB)
+    (tmp_path / "finish").touch()
+    words = ["-c", LIMITED, limit, "--nproc-per-node", "1", "--no-fork", script]
+    done = run_python(words, TIMEOUT, cwd=tmp_path)
+    assert done.returncode == (0 if enough else 2), done.stderr
     if not enough:
-        assert "[Errno 24] Too many open files: with 1 ranks this process needs" in job.said
-        assert not list(folder.glob("in.*"))
+        assert "[Errno 24] Too many open files: with 1 ranks this process needs" in done.stderr
+        assert not list(tmp_path.glob("in.*"))
 
 
 def test_what_is_written_is_the_owners_alone(tmp_path: Path) -> None:
@@ -145,16 +150,7 @@ def test_what_is_written_is_the_owners_alone(tmp_path: Path) -> None:
     logs = folder / "logs"
     umask = os.umask(0)
     try:
-        with FtRun(
-            folder,
-            "--nproc-per-node",
-            "1",
-            "--redirects",
-            "3",
-            "--log-dir",
-            str(logs),
-            script,
-        ) as job:
+        with FtRun(folder, "--redirects", "3", "--log-dir", str(logs), script) as job:
             assert job.end() == 0, job.said
     finally:
         os.umask(umask)
