@@ -93,16 +93,6 @@ def test_it_is_the_main_thread_even_if_that_is_being_interrupted() -> None:
 
 
 @pytest.mark.timeout(60)
-def test_library_frames_lead_to_the_users_line() -> None:
-    def train() -> None:
-        threading.Event().wait()
-
-    with rank(train) as asked:
-        place = place_where(asked, "called at")
-        assert place.startswith("in wait, called at test_stack_dump.py:") and place.endswith(" in train")
-
-
-@pytest.mark.timeout(60)
 def test_one_that_was_never_told_how_to_answer_is_not_asked() -> None:
     with rank(wait, answers=False) as asked:
         assert describe_main_thread(*asked) is None
