@@ -7,14 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from etcd_helpers import Make, Relay
 from store_helpers import Proxy
 from store_jobs import Script
 from support.store_kinds import ON_REAL, REAL, TIMEOUT, real_store
 
-from ft_wrapper.store import FileStore, PrefixStore, StoreMixin, TCPStoreServer
-from ft_wrapper.testing import FakeStore
+from ft_wrapper.store import EtcdStore, FileStore, PrefixStore, StoreMixin, TCPStoreServer
+from ft_wrapper.testing import EtcdServer, FakeStore
 
-KINDS = ["fake", "fake without libuv", "tcp", "file", "etcd", "prefix over fake"]
+KINDS = ["fake", "tcp", "file", "etcd", "prefix over fake"]
 
 
 @pytest.fixture(params=KINDS)
@@ -28,7 +29,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, etcd_if_any: object) -
         elif kind == "file":
             inner = FileStore(str(tmp_path / "store"), timeout=TIMEOUT)
         else:
-            inner = FakeStore(use_libuv=kind == "fake", timeout=TIMEOUT)
+            inner = FakeStore(timeout=TIMEOUT)
         yield inner if request.param == kind else PrefixStore(5, inner)
 
 
@@ -50,3 +51,32 @@ def proxy() -> Iterator[Proxy]:
     yield made
     made.close()
     server.close()
+
+
+@pytest.fixture
+def relay(etcd: EtcdServer) -> Iterator[Relay]:
+    """A way to etcd that notes requests, and loses and holds back what a test says."""
+    made = Relay(etcd.endpoints)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def make(prefix: str) -> Iterator[Make]:
+    """Makes stores of one job, which are closed at the end."""
+    made: list[EtcdStore] = []
+
+    def make_one(endpoints: str, **arguments: object) -> EtcdStore:
+        made.append(EtcdStore(endpoints, **{"prefix": prefix, "timeout": TIMEOUT, **arguments}))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make_one
+    for store in made:
+        store.close()
+
+
+@pytest.fixture
+def cluster() -> Iterator[EtcdServer]:
+    """Three members of the test's own."""
+    with EtcdServer(3) as server:
+        yield server

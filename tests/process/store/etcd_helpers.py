@@ -7,10 +7,14 @@ import http.client
 import http.server
 import socket
 import threading
+from collections.abc import Callable
 from typing import Any
 
+from ft_wrapper.store import EtcdStore
 from ft_wrapper.store.etcd_client import EtcdClient
 from ft_wrapper.store.etcd_messages import Range, Transaction, delete, put
+
+Make = Callable[..., EtcdStore]
 
 
 def write(client: EtcdClient, key: bytes, value: bytes, lease: int = 0) -> int:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterator
-from datetime import timedelta
+from collections.abc import Callable
 
 import pytest
-from etcd_helpers import Relay, ask, erase
+from etcd_helpers import Make, Relay, ask, erase
 from store_helpers import Background
 
 from ft_wrapper.exception import StoreError
@@ -25,34 +24,9 @@ from ft_wrapper.store.etcd_messages import Range
 from ft_wrapper.store.etcd_watch import Watch
 from ft_wrapper.testing import EtcdServer, FakeStore
 
-TIMEOUT = timedelta(seconds=30)
 MEMBER = Member(1, 0)
 KEY = keys.heartbeat(str(MEMBER))
 SHORT = 2.0  # seconds: the shortest lease
-
-Make = Callable[..., EtcdStore]
-
-
-@pytest.fixture
-def relay(etcd: EtcdServer) -> Iterator[Relay]:
-    """A way to etcd that notes requests."""
-    made = Relay(etcd.endpoints.split(",")[0])
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def make(prefix: str) -> Iterator[Make]:
-    """Makes stores of one job, which are closed at the end."""
-    made: list[EtcdStore] = []
-
-    def make_one(endpoints: str, **arguments: object) -> EtcdStore:
-        made.append(EtcdStore(endpoints, **{"prefix": prefix, "timeout": TIMEOUT, **arguments}))  # type: ignore[arg-type]
-        return made[-1]
-
-    yield make_one
-    for store in made:
-        store.close()
 
 
 def entries(store: EtcdStore, key: str = KEY) -> dict[bytes, int]:
@@ -89,18 +63,21 @@ def revision(store: EtcdStore) -> int:
 # What a sign of life costs
 
 
-def test_nothing_is_written_while_hearts_beat(make: Make) -> None:
-    with EtcdServer() as server:  # one that no one else writes to
-        store = make(server.endpoints)
-        others = [store.clone() for _ in range(3)]
+def test_nothing_is_written_while_hearts_beat(etcd: EtcdServer, make: Make) -> None:
+    store = make(etcd.endpoints)
+    others = [store.clone() for _ in range(3)]
+
+    def keys_of_the_job() -> dict[bytes, int]:
+        found = store._etcd.client.read(Range.prefix(store._etcd.prefix))
+        return {kv.key: kv.mod_revision for kv in found}
+
+    for tick in range(20):
         for number, other in enumerate(others):
             Agreement(other).heartbeats.beat_heart(str(Member(number, 0)))
-        before = revision(store)
-        for _ in range(20):
-            for number, other in enumerate(others):
-                Agreement(other).heartbeats.beat_heart(str(Member(number, 0)))
-                assert Agreement(store).heartbeats.get_heartbeat(Member(number, 0)) > 0
-        assert revision(store) == before
+            assert tick == 0 or Agreement(store).heartbeats.get_heartbeat(Member(number, 0)) > 0
+        if tick == 0:
+            before = keys_of_the_job()
+    assert len(before) >= 3 and keys_of_the_job() == before
 
 
 def test_a_sign_of_life_is_one_request(relay: Relay, make: Make) -> None:
@@ -127,7 +104,7 @@ def test_how_long_it_lasts(timeout: float, interval: float, lasts: float) -> Non
     assert beat_lasts(timeout, interval) == lasts
 
 
-@pytest.mark.parametrize(("lasts", "granted"), [(0.1, 2), (2.0, 2), (7.5, 8), (600.0, 600)])
+@pytest.mark.parametrize(("lasts", "granted"), [(0.1, 2), (7.5, 8)])
 def test_time_of_the_lease(etcd: EtcdServer, make: Make, lasts: float, granted: int) -> None:
     store = make(etcd.endpoints)
     store.execute([Heartbeat(KEY, lasts)])
@@ -147,14 +124,14 @@ def test_another_time_makes_another_lease(etcd: EtcdServer, make: Make) -> None:
 def test_leases_of_those_who_come_and_go_do_not_stay(etcd: EtcdServer, make: Make) -> None:
     store = make(etcd.endpoints)
     began = revision(store)
-    for number in range(30):
+    for number in range(5):
         clone = store.clone()
         clone.execute([Heartbeat(KEY, SHORT)])
         store.execute([Heartbeat(f"of {number}", SHORT)])
     leases = set(store._etcd._beats.values())
-    assert len(leases) == 31  # those of clones for one key are one
+    assert len(leases) == 6  # those of clones for one key are one
     await_lapses(store, began, 1)
-    for number in range(30):
+    for number in range(5):
         await_lapses(store, began, 1, f"of {number}")
     listed = ask(store._etcd.client, "lease/leases", {}).get("leases", [])
     assert not leases & {int(lease["ID"]) for lease in listed}
@@ -266,8 +243,7 @@ def test_after_a_fork(etcd: EtcdServer, make: Make) -> None:
 # When etcd fails
 
 
-@pytest.mark.parametrize("lost", ["leader", "majority", "for a while"])
-def test_an_outage_silences_nobody(make: Make, lost: str) -> None:
+def test_an_outage_silences_nobody(make: Make) -> None:
     """Leases last for their whole time once a leader is elected again; one that lapsed is made again."""
     with EtcdServer(3) as cluster:
         store = make(cluster.endpoints)
@@ -301,17 +277,15 @@ def test_an_outage_silences_nobody(make: Make, lost: str) -> None:
         ]
         try:
             await_more(5, "beats", "looks")
-            fail, members, recover = {
-                "leader": (cluster.kill, [cluster.leader()], cluster.restart),
-                "majority": (cluster.kill, [0, 1], cluster.restart),
-                "for a while": (cluster.pause, [0, 1, 2], cluster.resume),
-            }[lost]
-            for index in members:
-                fail(index)
-            if lost != "leader":
-                await_more(24, "failures")  # of two threads, 0.25 s each: longer than the lease
-            for index in members:
-                recover(index)
+            leader = cluster.leader()
+            cluster.kill(leader)
+            cluster.restart(leader)
+            await_more(30, "beats", "looks")
+            for index in range(3):
+                cluster.pause(index)
+            await_more(24, "failures")  # of two threads, 0.25 s each: longer than the lease
+            for index in range(3):
+                cluster.resume(index)
             await_more(60, "beats", "looks")
         finally:
             stop.set()

@@ -12,7 +12,7 @@ from store_helpers import Background
 from torch.distributed import DistStoreError
 
 from ft_wrapper.protocol import Agreement
-from ft_wrapper.protocol.operations import Append, Write, read, read_log
+from ft_wrapper.protocol.operations import Append, Write, read_log
 from ft_wrapper.settings import AllLimits
 from ft_wrapper.store import FileStore, PrefixStore, StoreMixin
 from ft_wrapper.testing import FakeStore
@@ -32,68 +32,37 @@ def expect_timeout(store: StoreMixin, function: object) -> DistStoreError:
     return caught.value
 
 
-def test_set_and_get(store: StoreMixin) -> None:
+def test_torchs_operations(store: StoreMixin) -> None:
+    before = store.num_keys()
     store.set("a", "text")
-    store.set("b", b"\x00\xff")
-    store.set("empty", "")
-    assert (store.get("a"), store.get("b"), store.get("empty")) == (b"text", b"\x00\xff", b"")
+    store.multi_set(["b", "empty"], [b"\x00\xff", ""])
+    assert store.multi_get(["b", "a", "empty"]) == [b"\x00\xff", b"text", b""]
     store.set("a", "other")
     assert store.get("a") == b"other"
-
-
-def test_check(store: StoreMixin) -> None:
-    store.set("a", "1")
-    assert store.check(["a"]) and not store.check(["b"]) and not store.check(["a", "b"])
-
-
-def test_add(store: StoreMixin) -> None:
+    assert store.num_keys() == before + 3
+    assert store.check(["a"]) and not store.check(["absent"]) and not store.check(["a", "absent"])
     assert [store.add("n", amount) for amount in (1, 5, 0, -2)] == [1, 6, 6, 4]
     assert int(store.get("n")) == 4
-
-
-def test_append(store: StoreMixin) -> None:
     for text in ("a", b"b", "c"):
         store.append("log", text)
     assert store.get("log") == b"abc"
+    assert store.delete_key("a") is True
+    assert store.delete_key("a") is False
+    assert not store.check(["a"])
+    store.set_timeout(timedelta(seconds=7))
+    assert store.timeout == timedelta(seconds=7)
 
 
-def test_compare_set_writes_what_is_absent_or_expected(store: StoreMixin) -> None:
+def test_compare_set(store: StoreMixin) -> None:
+    """It writes what is absent or expected."""
+    store.compare_set("k", "something", "2")
+    assert not store.check(["k"])
     assert store.compare_set("k", "", "1") == b"1"
     store.compare_set("k", "", "2")
     assert store.get("k") == b"1"
     assert store.compare_set("k", "wrong", "2") == b"1"
     assert store.compare_set("k", "1", "2") == b"2"
     assert store.get("k") == b"2"
-
-
-def test_failed_compare_set_on_an_absent_key_writes_nothing(store: StoreMixin) -> None:
-    store.compare_set("k", "something", "2")
-    assert not store.check(["k"])
-
-
-def test_delete(store: StoreMixin) -> None:
-    store.set("a", "1")
-    assert store.delete_key("a") is True
-    assert store.delete_key("a") is False
-    assert not store.check(["a"])
-
-
-def test_several_at_once(store: StoreMixin) -> None:
-    store.multi_set(["a", "b"], ["1", b"2"])
-    assert store.multi_get(["b", "a"]) == [b"2", b"1"]
-
-
-def test_number_of_keys(store: StoreMixin) -> None:
-    before = store.num_keys()
-    store.set("a", "1")
-    store.set("b", "1")
-    store.set("a", "2")
-    assert store.num_keys() == before + 2
-
-
-def test_timeout_is_kept(store: StoreMixin) -> None:
-    store.set_timeout(timedelta(seconds=7))
-    assert store.timeout == timedelta(seconds=7)
 
 
 @pytest.mark.parametrize("how", ["set", "add", "append", "multi_set"])
@@ -129,28 +98,6 @@ def test_who_waits_hears_whether_it_came(store: StoreMixin) -> None:
     store.set("k", "1")
     assert store.wait_for("k", 0.0) is not None
     assert store.wait_for("k", 5.0) is not None
-
-
-def test_clone_sees_the_same_and_can_wait_meanwhile(store: StoreMixin) -> None:
-    waiter = store.clone()
-    waiting = Background(lambda: waiter.get("late"))
-    store.set("a", "1")
-    assert store.get("a") == b"1"
-    store.set("late", "2")
-    assert waiting.join() == b"2"
-
-
-def test_logs(store: StoreMixin) -> None:
-    assert read_log(store, "log") == []
-    store.execute([Append("log", "one")])
-    store.execute([Append("log", "two")])
-    assert read_log(store, "log") == ["one", "two"]
-
-
-def test_try_get(store: StoreMixin) -> None:
-    assert read(store, "k") is None
-    store.set("k", "v")
-    assert read(store, "k") == "v"
 
 
 def test_threads_lose_nothing(store: StoreMixin) -> None:

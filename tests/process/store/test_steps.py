@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterator
-from datetime import timedelta
 
 import pytest
-from etcd_helpers import Relay
+from etcd_helpers import Make, Relay
 
 from ft_wrapper.protocol import keys
 from ft_wrapper.protocol.operations import (
@@ -28,9 +25,6 @@ from ft_wrapper.protocol.operations import (
     read_log,
 )
 from ft_wrapper.store import EtcdStore, StoreMixin
-from ft_wrapper.testing import EtcdServer
-
-TIMEOUT = timedelta(seconds=20)
 
 
 def test_each_gives_what_it_gives_alone(store: StoreMixin) -> None:
@@ -133,19 +127,9 @@ def test_many_keys_are_deleted(store: StoreMixin) -> None:
 
 
 @pytest.fixture
-def relay(etcd: EtcdServer) -> Iterator[Relay]:
-    relay = Relay(etcd.endpoints)
-    with contextlib.closing(relay):
-        yield relay
-
-
-@pytest.fixture
-def relayed(relay: Relay, prefix: str) -> Iterator[EtcdStore]:
+def relayed(relay: Relay, make: Make) -> EtcdStore:
     """A store of which all requests are seen."""
-    store = EtcdStore(relay.endpoint, prefix, timeout=TIMEOUT)
-    yield store
-    store.remove()
-    store.close()
+    return make(relay.endpoint)
 
 
 ALL: list[Step] = [
