@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import random
-import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
-from support.nightly import at_night
 
 from ft_wrapper.live import wire
 from ft_wrapper.live.wire import Ballot
@@ -18,15 +16,12 @@ HOST = "127.0.0.1"
 
 
 @contextlib.contextmanager
-def opened(
-    size: int, timeout: float = 30.0, before: Callable[[list[Ballot]], None] = lambda ballots: None
-) -> Iterator[tuple[list[Ballot], ThreadPoolExecutor]]:
+def opened(size: int, timeout: float = 30.0) -> Iterator[tuple[list[Ballot], ThreadPoolExecutor]]:
     """Ballots of so many ranks, and a thread for each."""
     with contextlib.ExitStack() as stack:
         ballots = [Ballot(rank, HOST, timeout) for rank in range(size)]
         for one in ballots:
             stack.callback(one.close)
-        before(ballots)
         threads = stack.enter_context(ThreadPoolExecutor(size))
         addresses = [one.address for one in ballots]
         for done in [threads.submit(one.open, addresses) for one in ballots]:
@@ -38,9 +33,7 @@ def vote(threads: ThreadPoolExecutor, one: Ballot, *values: int) -> Future[wire.
     return threads.submit(one.vote, (values[0], values[1], values[2]))
 
 
-@pytest.mark.parametrize(
-    "size", [1, 2, 3, 4, 7, *at_night("small and odd ones run always", [5, 6, 8, 9, 10, 11])]
-)
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
 def test_the_least_of_each_value(size: int) -> None:
     choose = random.Random(size)
     with opened(size) as (ballots, threads):
@@ -51,12 +44,11 @@ def test_the_least_of_each_value(size: int) -> None:
             assert [one.result(30) for one in votes] == [least] * size
 
 
-@pytest.mark.parametrize(
-    "size", [1, 2, 3, 4, 7, 17, *at_night("some of each kind run always", [5, 6, *range(8, 17)])]
-)
+@pytest.mark.parametrize("size", [1, 2, 7, 17])
 def test_all_hear_what_rank_0_tells(size: int) -> None:
     choose = random.Random(size)
-    said = [choose.randbytes(choose.choice([0, 1, 4096, 3 << 20])) for _ in range(8)]
+    sizes = [0, 1, 4096, *([3 << 20] if size < 10 else [])]
+    said = [choose.randbytes(choose.choice(sizes)) for _ in range(8)]
     votes = [choose.random() < 0.5 for _ in said]  # both go through the same connections
 
     def take_part(one: Ballot, rank: int) -> list[bytes]:
@@ -77,8 +69,9 @@ def test_rank_0_waits_for_none() -> None:
         assert ballots[2].tell(b"") == b"says it"
 
 
-@pytest.mark.parametrize("size", [2, 3, 5, *at_night("small ones run always", [4, 6, 7, 8])])
-def test_a_vote_ends_nowhere_without_one(size: int) -> None:
+def test_a_vote_ends_nowhere_without_one() -> None:
+    size = 5
+
     def votes_and_leaves(one: Ballot) -> None:
         with contextlib.closing(one):
             one.vote((0, 0, 0))
@@ -126,20 +119,6 @@ def test_a_rank_that_closed_before_it_opened_is_named() -> None:
             ballots[0].open([one.address for one in ballots])
     finally:
         ballots[0].close()
-
-
-def test_strangers_are_sent_away() -> None:
-    with contextlib.ExitStack() as stack:
-
-        def come(ballots: list[Ballot]) -> None:
-            for said in (b"", b"GET / HTTP/1.1\r\n\r\n", bytes(20)):
-                line = stack.enter_context(socket.create_connection(ballots[0].address.name))
-                line.sendall(said)
-            stack.enter_context(socket.create_connection(ballots[0].address.name)).close()
-
-        with opened(2, before=come) as (ballots, threads):
-            votes = [vote(threads, one, rank, -rank, 5) for rank, one in enumerate(ballots)]
-            assert [one.result(30) for one in votes] == [(0, -1, 5)] * 2
 
 
 def test_an_abort_frees_this_rank_and_no_other() -> None:

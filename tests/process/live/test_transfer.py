@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 import torch
 from support.apart import apart
-from support.nightly import at_night
 
 from ft_wrapper.live import wire
 from ft_wrapper.live.plan import Route
@@ -157,7 +156,7 @@ def test_without_routes_nothing_is_gathered() -> None:
     assert move([], 0, never, never, host=HOST, timeout=LIMIT) == Moved(None, 0, 0.0)
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
+@pytest.mark.parametrize("host", ["::1", "localhost"])
 def test_one_holder_and_one_receiver(host: str) -> None:
     if ":" in host:
         try:
@@ -182,13 +181,6 @@ def test_holders_send_equal_parts() -> None:
     assert sum(sent) == outcomes[1].bytes and max(sent) - min(sent) < 200
 
 
-def test_two_holders_and_two_receivers() -> None:
-    states = [None, state_of(2), state_of(2), None]
-    outcomes = Ranks([Route(0, (1, 2)), Route(3, (1, 2))], states).run()
-    for rank in (0, 3):
-        assert_equal(state_in(outcomes[rank]), states[1])
-
-
 def test_ranks_that_send_and_receive() -> None:
     states = [state_of(rank, LARGE // 2 + rank) for rank in range(3)]
     outcomes = Ranks([Route((rank + 1) % 3, (rank,)) for rank in range(3)], states).run()
@@ -196,7 +188,7 @@ def test_ranks_that_send_and_receive() -> None:
         assert_equal(state_in(outcomes[(rank + 1) % 3]), states[rank])
 
 
-@pytest.mark.parametrize("state", [{}, None, {"step": 3}, {"empty": torch.zeros(0, 3)}, torch.tensor(True)])
+@pytest.mark.parametrize("state", [None, {"empty": torch.zeros(0, 3)}, torch.tensor(True)])
 def test_states_of_next_to_nothing(state: Any) -> None:
     outcomes = Ranks([Route(2, (0, 1))], [state, state, None]).run()
     got = state_in(outcomes[2])
@@ -382,10 +374,9 @@ def at_piece(number: int, do: Callable[[], object]) -> Callable[[str], None]:
 
 
 @pytest.mark.parametrize("lost", [0, 1], ids=["holder", "receiver"])
-@pytest.mark.parametrize("piece", [3, *at_night("one piece runs always", [1, 20])])
-def test_a_rank_is_killed(lost: int, piece: int) -> None:
+def test_a_rank_is_killed(lost: int) -> None:
     ranks = Ranks([Route(1, (0,))], [state_of(1, LARGE), None])
-    ranks.at[lost] = at_piece(piece, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    ranks.at[lost] = at_piece(3, lambda: os.kill(os.getpid(), signal.SIGKILL))
     verb = ["sent", "taken"][lost]
     with (
         forked(ranks, lost) as gather,

@@ -9,13 +9,11 @@ import os
 import resource
 import secrets
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ft_wrapper.live import wire
 from ft_wrapper.live.wire import Ballot, Lines, Sign, hello, unsigned
@@ -74,32 +72,22 @@ def is_closed(line: socket.socket) -> bool:
 # ---- many of them
 
 
-KINDS: dict[str, Callable[[], bytes]] = {
-    "silent": lambda: b"",
-    "half a hello": lambda: secrets.token_bytes(7),
-    "another hello": lambda: secrets.token_bytes(16),
-    "much": lambda: secrets.token_bytes(4000),
-    "http": lambda: b"GET / HTTP/1.1\r\n\r\n",
-}
+KINDS = (
+    b"",
+    secrets.token_bytes(7),
+    secrets.token_bytes(16),
+    secrets.token_bytes(4000),
+    b"GET / HTTP/1.1\r\n\r\n",
+)
 
 
 @SIGNS
-@pytest.mark.parametrize("count", [3, 200])
-@pytest.mark.parametrize("kind", KINDS)
-def test_strangers_do_not_delay_a_vote(kind: str, count: int, sign: Sign) -> None:
+def test_strangers_do_not_delay_a_vote(sign: Sign) -> None:
     """They come first, and to all ranks; and are gone afterwards."""
     with Strangers() as strangers, ballots(3, sign) as made:
-        lines = [strangers.connect(made[number % 3], KINDS[kind]()) for number in range(count)]
+        lines = [strangers.connect(made[number % 3], KINDS[number % 5]) for number in range(200)]
         vote_all(made)
         assert all(map(is_closed, lines))
-
-
-@given(st.lists(st.sampled_from([*KINDS]), max_size=12), st.integers(1, 5))
-def test_drawn_strangers(kinds: list[str], size: int) -> None:
-    with Strangers() as strangers, ballots(size) as made:
-        for number, kind in enumerate(kinds):
-            strangers.connect(made[number % size], KINDS[kind]())
-        vote_all(made)
 
 
 def test_who_is_silent_for_longest_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,15 +143,13 @@ def test_a_flood_does_not_keep_a_rank_waiting_for_one_that_does_not_come(
 # ---- hellos
 
 
-@SIGNS
-@pytest.mark.parametrize("size", [1, 7, 15])
-def test_a_hello_may_come_in_parts(size: int, sign: Sign) -> None:
-    with Strangers() as strangers, ballots(2, sign) as made, ThreadPoolExecutor(1) as threads:
-        said = hello(sign, "vote", [one.address.nonce for one in made], 1, 0)
+def test_a_hello_may_come_in_parts() -> None:
+    with Strangers() as strangers, ballots(2) as made, ThreadPoolExecutor(1) as threads:
+        said = hello(sealed, "vote", [one.address.nonce for one in made], 1, 0)
         opens = threads.submit(made[0].connect, [one.address for one in made], [1], [])
-        line = strangers.connect(made[0], said[:size])
+        line = strangers.connect(made[0], said[:7])
         assert is_closed(strangers.connect(made[0], bytes(16))), "it came later, so the part has been read"
-        line.sendall(said[size:])
+        line.sendall(said[7:])
         opens.result(LIMIT)
         made[0].to[1].sendall(b"x")
         assert line.recv(1) == b"x"
@@ -204,11 +190,10 @@ def test_who_does_not_know_the_secret_does_not_know_a_hello(sign: Sign) -> None:
         assert line.recv(1) == b"x"
 
 
-@SIGNS
-def test_a_hello_is_taken_once(sign: Sign) -> None:
-    with Strangers() as strangers, ballots(3, sign) as made, ThreadPoolExecutor(1) as threads:
+def test_a_hello_is_taken_once() -> None:
+    with Strangers() as strangers, ballots(3) as made, ThreadPoolExecutor(1) as threads:
         addresses = [one.address for one in made]
-        said = [hello(sign, "vote", [one.nonce for one in addresses], rank, 0) for rank in range(3)]
+        said = [hello(sealed, "vote", [one.nonce for one in addresses], rank, 0) for rank in range(3)]
         opens = threads.submit(made[0].connect, addresses, [1, 2], [])
         lines = [strangers.connect(made[0], said[1]) for _ in range(5)]
         assert all(map(is_closed, lines[1:]))
