@@ -35,7 +35,7 @@ help:
 	@echo "make test-frameworks-all  the same, ten runs of each"
 	@echo "make matrix     every fault in every place, of which make test runs a part"
 	@echo "make matrix-torch  the tests of processes on other versions of torch, which it installs (gigabytes)"
-	@echo "make explore    simulated jobs with random faults, then nodes in every order within a bound"
+	@echo "make explore    simulated jobs with random faults, then nodes that meet, leave and are lost"
 	@echo "make mutants    one-line mistakes in the code, each of which the simulations have to find"
 	@echo "make lint       ruff, mypy and import-linter alone"
 	@echo "make format     ruff puts the code in order"
@@ -124,7 +124,7 @@ matrix-torch: $(INSTALLED)
 
 explore: $(INSTALLED)
 	$(BIN)/python -m tests.explorer --random 100000 --processes 2
-	$(BIN)/python tests/simulation/rendezvous/explore.py --nodes 3 --processes 2
+	$(BIN)/python tests/simulation/rendezvous/explore.py --random 10000 --processes 2
 
 mutants: $(INSTALLED)
 	$(BIN)/python -m tests.simulation.mutants --processes 2

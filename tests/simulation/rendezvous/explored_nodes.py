@@ -1,4 +1,4 @@
-"""A job of a few nodes in which things happen, for the search through every order of its steps.
+"""A job of a few nodes in which one or two things happen, at any step of any of them: where is drawn.
 
 Each node is one task, its agent: it joins, stays in its round, and joins again when others wait. Only once a
 node has died do the others have hearts, which know that at once and take it out; that silence is noticed, and
@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
-from exhaustive.search import Count, Search
-from exhaustive.states import StateScheduler
 from simulated_nodes import StoreBoard, check_change, check_record, neighbours
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
@@ -30,9 +30,8 @@ from ft_wrapper.rendezvous.operations import nodes_waiting
 from ft_wrapper.rendezvous.record import Admission, Node, NodePlace, RendezvousRecord, RoundPolicy, Seat
 from ft_wrapper.rendezvous.register import Board, RecordRegister
 from ft_wrapper.rendezvous.settings import RendezvousSettings
-from ft_wrapper.store import StoreMixin
-from ft_wrapper.testing import Task
-from ft_wrapper.testing.scheduler import TurnPolicy
+from ft_wrapper.testing import Scheduler, Task
+from ft_wrapper.testing.scheduler import Step
 from tests.explorer.stores import SimulatedStore
 
 QUIET = 50.0
@@ -54,7 +53,7 @@ CRASH, EXIT, CLOSE, FAILURE, AGAIN, LATE, SUSPECT = HAPPENINGS = (
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What is searched.
+    """What is run.
 
     Args:
         nodes: so many agents start at once.
@@ -62,7 +61,7 @@ class Job:
         high: nodes that a round has at the most.
         rank_policy: whether each agent goes over to the policy ``rank`` once it is in a round.
         happenings: what may happen, each at any step of any node.
-        most: so many of those in one run.
+        most: so many of those in one run, at the most.
         hosted: whether the node of group rank 0 hosts the store of the workers.
     """
 
@@ -80,17 +79,55 @@ class Job:
         return f"{what}, at the most {self.most} of {', '.join(self.happenings)}"
 
 
-class NotedBoard(StoreBoard):
-    """Says what a task learns from the memory that it shares with others of its node."""
+@dataclasses.dataclass(eq=False)
+class Event:
+    """Something that may happen between any two steps, once.
 
-    def __init__(self, register: RecordRegister, memory: Board, scheduler: StateScheduler) -> None:
-        super().__init__(register, memory)
-        self.scheduler = scheduler
+    Args:
+        name: shown in the trace.
+        action: what happens.
+        allowed: whether it may happen now.
+    """
 
-    def latest(self) -> RendezvousRecord | None:
-        record = super().latest()
-        self.scheduler.learn(None if record is None else record.to_text())
-        return record
+    name: str
+    action: Callable[[], None]
+    allowed: Callable[[], bool]
+
+
+class DrawingScheduler(Scheduler):
+    """Draws what happens, and when; and seldom another task than the one that could run on.
+
+    Attributes:
+        events: what may happen.
+    """
+
+    def __init__(self, seed: int, **bounds: Any) -> None:
+        super().__init__(seed, policy=self, **bounds)
+        self.events: list[Event] = []
+        self._dice = random.Random(seed)
+        self._happens = self._dice.choice([0.02, 0.1, 0.3])
+        self._departs = self._dice.choice([0.0, 0.02, 0.2, 1.0])
+        self._free = False  # whether anybody may go on: something has just happened
+
+    def choose(self, tasks: Sequence[Task], current: Task | None) -> int:
+        """See `TurnPolicy`."""
+        if current is None or current not in tasks:
+            return 0 if self._dice.random() < 0.5 else self._dice.randrange(len(tasks))
+        departs, self._free = self._free or self._dice.random() < self._departs, False
+        return self._dice.randrange(len(tasks)) if departs else tasks.index(current)
+
+    def _next(self) -> Task | None:
+        while self._turns.required and self._dice.random() < self._happens:
+            self._check()
+            offered = [event for event in self.events if event.allowed()]
+            if not offered:
+                break
+            event = self._dice.choice(offered)
+            self.events.remove(event)
+            self.trace_steps.append(Step(self._now, "", event.name))
+            self._free = True
+            event.action()
+        return super()._next()
 
 
 class ExploredNode:
@@ -113,17 +150,10 @@ class ExploredNode:
         """Whether it has not come to an end."""
         return not self.fate
 
-    def known(self) -> object:
-        """All that is known of it beside what its tasks have learned."""
-        record = self.memory.record
-        text = "" if record is None else record.to_text()
-        left_over = self.executor._announced
-        return self.node.name, self.fate, self.leaving, self.inside, self.last_round, text, left_over
-
-    def _make(self, what: str) -> tuple[Executor, NotedBoard]:
+    def _make(self, what: str) -> tuple[Executor, StoreBoard]:
         job = self.job
         register = RecordRegister(job.client(f"{what} {self.node.name}"), job.initial)
-        board = register.board = NotedBoard(register, self.memory, job.scheduler)
+        board = register.board = StoreBoard(register, self.memory)
         return Executor(self.node, register, job.settings), board
 
     def _spawn(self, what: str, function: Callable[[], None]) -> Task:
@@ -244,16 +274,16 @@ class ExploredNode:
 
 
 class ExploredJob:
-    """A job whose orders of steps are searched.
+    """A job whose order of steps is drawn.
 
     Args:
         what: the job.
-        policy: who goes on.
+        seed: of the order, and of what happens in it.
     """
 
-    def __init__(self, what: Job, policy: TurnPolicy) -> None:
+    def __init__(self, what: Job, seed: int) -> None:
         self.what = what
-        self.scheduler = StateScheduler(policy=policy, max_steps=2_000, max_time=2 * END)
+        self.scheduler = DrawingScheduler(seed, max_steps=2_000, max_time=2 * END)
         self.settings = RendezvousSettings(
             "job", what.low, what.high, join_timeout=40.0, last_call_timeout=3.0
         )
@@ -263,35 +293,16 @@ class ExploredJob:
         self.record = self.initial
         self.happened: list[str] = []
         self.disturbed_at = 0.0
-        self.finished = False
         self._text = ""
         self._versions: dict[int, RendezvousRecord] = {}
         self._removed: set[str] = set()
         self._watched = False
-        self.scheduler.add_state(self.known)
-        self.scheduler.add_store(self.store)
         self.scheduler.after_each_step(self._check)
         self.scheduler.at_end(self._check_end)
         self.scheduler.spawn("end", lambda: self.scheduler.sleep(END))
         for number in range(what.nodes):
             self.start(str(number))
         self._offer(LATE, str(what.nodes), lambda: self.start(str(what.nodes)))
-
-    # What a search asks for --------------------------------------------------------------------------------
-
-    def run(self) -> None:
-        """Runs it to its end."""
-        self.scheduler.run()
-
-    def connect(self, name: str, slot: int) -> StoreMixin:
-        """A client."""
-        return self.client(name)
-
-    def known(self) -> object:
-        """What is known otherwise than from the store."""
-        events = tuple(event.name for event in self.scheduler.events)
-        nodes = tuple(node.known() for node in self.nodes)
-        return events, nodes, len(self.happened), frozenset(self._removed), self.disturbed_at
 
     # The nodes ---------------------------------------------------------------------------------------------
 
@@ -331,11 +342,10 @@ class ExploredJob:
             def may() -> bool:
                 return node.alive and not task.done and allowed()
 
-            self._offer(kind, node.node.name, action, may, task)
+            self._offer(kind, node.node.name, action, may)
 
-        # While all wait it makes no difference which of them it is.
-        offer(CRASH, lambda: self._die(node), lambda: task is node.agent or not self.scheduler.idle)
         if task is node.agent:
+            offer(CRASH, lambda: self._die(node))
             offer(EXIT, node.leave)
             offer(FAILURE, node.fail, lambda: node.inside is not None)
 
@@ -361,7 +371,6 @@ class ExploredJob:
         whom: str,
         action: Callable[[], None],
         allowed: Callable[[], bool] = lambda: True,
-        task: Task | None = None,
     ) -> None:
         if kind not in self.what.happenings:
             return
@@ -374,7 +383,7 @@ class ExploredJob:
         def may_happen() -> bool:
             return len(self.happened) < self.what.most and self.scheduler.now() < QUIET and allowed()
 
-        self.scheduler.add_event(f"{kind} {whom}", happen, may_happen, task)
+        self.scheduler.events.append(Event(f"{kind} {whom}", happen, may_happen))
 
     def _die(self, node: ExploredNode) -> None:
         node.fate, node.inside = "dead", None
@@ -475,7 +484,6 @@ class ExploredJob:
     def _check_end(self) -> None:
         """Everybody is in the round, spare, waiting for more nodes, or was told that all is over."""
         state, live = self.record, {node.node.name: node for node in self.nodes if node.alive}
-        self.finished = True
         if state.closed:
             assert not live, f"all is over, and {sorted(live)} do not know it"
             return
@@ -495,17 +503,29 @@ class ExploredJob:
             assert node.inside == (state.round if seated else None), f"{node.node} is not where it should be"
 
 
-def search(what: Job, departures: int, *, reduced: bool = True) -> Count:
-    """Makes every run of a job within a bound.
-
-    Args:
-        what: the job.
-        departures: at how many places an order may differ from that in which everyone runs on.
-        reduced: see `Search`.
+def run_jobs(what: Job, seeds: Iterable[int]) -> None:
+    """Runs a job once for each seed.
 
     Raises:
         SchedulerError: something does not hold.
     """
-    return Search(
-        lambda policy: ExploredJob(what, policy), departures, from_first=True, reduced=reduced
-    ).run()
+    for seed in seeds:
+        ExploredJob(what, seed).scheduler.run()
+
+
+def drawn_job(seed: int) -> ExploredJob:
+    """A job that is drawn, too."""
+    dice = random.Random(seed)
+    nodes, most = dice.randint(1, 4), dice.randint(0, 3)
+    high = dice.randint(1, nodes + 1)
+    happenings = tuple(dice.sample(HAPPENINGS, dice.randint(1, 3)))
+    job = Job(
+        nodes,
+        dice.randint(1, high),
+        high,
+        rank_policy=dice.random() < 0.5,
+        happenings=happenings,
+        most=most,
+        hosted=dice.random() < 0.5,
+    )
+    return ExploredJob(job, seed)

@@ -1,4 +1,4 @@
-"""Every order of the steps of a few nodes within a bound; the larger bounds are those of `explore.py`.
+"""A few nodes with one or two happenings, in orders that are drawn; `explore.py` draws more.
 
 `explored_nodes.ExploredJob` checks after every step.
 """
@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import random
 from collections.abc import Callable, Iterator
 
 import pytest
-from exhaustive.search import Search
-from explored_nodes import CLOSE, CRASH, EXIT, FAILURE, LATE, SUSPECT, ExploredJob, Job, search
+from explored_nodes import CLOSE, CRASH, EXIT, FAILURE, LATE, SUSPECT, Job, drawn_job, run_jobs
+from support.nightly import at_night
 
 from ft_wrapper.rendezvous import moves, operations
 from ft_wrapper.rendezvous.executor import Executor
@@ -31,53 +32,19 @@ def quiet() -> Iterator[None]:
     logging.disable(before)
 
 
-NIGHTLY = pytest.mark.nightly("each policy, and both kinds of stores, run always; so do two nodes")
-TWO = Job(2, 1, 2)
-THREE = Job(3, 2, 3)
-FOUR = Job(4, 3, 3, happenings=(CRASH, EXIT, CLOSE))
+@pytest.mark.parametrize("draws", [200, *at_night("200 are drawn always", [2000])])
+def test_small_jobs(draws: int) -> None:
+    """Half of them are new in each run; a failure tells which one it was."""
+    fresh = random.SystemRandom().randrange(10**9)
+    for seed in [*range(draws // 2), *range(fresh, fresh + draws // 2)]:
+        job = drawn_job(seed)
+        try:
+            job.scheduler.run()
+        except SchedulerError as error:
+            raise AssertionError(f"drawn_job({seed}), {job.what}: {error}") from error
 
 
-@pytest.mark.parametrize(
-    ("rank_policy", "hosted"),
-    [(False, True), pytest.param(True, True, marks=NIGHTLY), (True, False)],
-)
-@pytest.mark.parametrize(
-    ("job", "departures"),
-    [
-        (dataclasses.replace(TWO, happenings=()), 3),
-        (TWO, 0),
-        pytest.param(THREE, 0, marks=NIGHTLY),
-        pytest.param(FOUR, 0, marks=NIGHTLY),
-    ],
-)
-def test_every_order(job: Job, departures: int, rank_policy: bool, hosted: bool) -> None:
-    job = dataclasses.replace(job, rank_policy=rank_policy, hosted=hosted)
-    count = search(job, departures)
-    print(f"{job}: {count}")
-    assert count.complete > 10
-
-
-def ends(job: Job, *, reduced: bool) -> set[object]:
-    """How a job can end."""
-    found: set[object] = set()
-
-    class Noted(ExploredJob):
-        def run(self) -> None:
-            super().run()
-            if self.finished:
-                nodes = tuple((node.node.name, node.fate, node.inside) for node in self.nodes)
-                found.add((*nodes, dataclasses.replace(self.record, writer="").to_text()))
-
-    Search(lambda policy: Noted(job, policy), 1, from_first=True, reduced=reduced).run()
-    return found
-
-
-@pytest.mark.parametrize("happening", [CRASH, *(pytest.param(one, marks=NIGHTLY) for one in (EXIT, CLOSE))])
-def test_nothing_is_lost_by_what_is_left_out(happening: str) -> None:
-    job = dataclasses.replace(TWO, happenings=(happening,))
-    every = ends(job, reduced=False)
-    assert len(every) > 3
-    assert ends(job, reduced=True) == every
+FINDS_WITHIN = 3000
 
 
 # The checks are checked, too: each mistake must be found. ------------------------------------------------
@@ -243,7 +210,5 @@ MISTAKES: list[tuple[Patch, Job, str]] = [
 )
 def test_finds(mistake: Patch, job: Job, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mistake(monkeypatch)
-    with pytest.raises(SchedulerError, match=found) as raised:
-        for departures in (0, 1, 2):
-            search(job, departures)
-    print(raised.value.what)
+    with pytest.raises(SchedulerError, match=found):
+        run_jobs(job, range(FINDS_WITHIN))

@@ -1,1 +1,0 @@
-"""Every schedule within a bound: of simulated jobs, and of whatever else runs on a `Scheduler`."""
