@@ -17,7 +17,7 @@ PYTEST := $(BIN)/python -m pytest
 AT_ONCE := --numprocesses $(WORKERS) --dist worksteal
 
 .DELETE_ON_ERROR:
-.PHONY: help install demo demo-etcd soak soak-live soak-nodes soak-etcd test test-all test-gpu test-frameworks test-frameworks-all framework-runs framework-tests matrix matrix-torch explore mutants lint format docs \
+.PHONY: help install demo demo-etcd soak soak-live soak-nodes soak-etcd test test-all tests all-tests test-gpu test-frameworks test-frameworks-all framework-runs framework-tests matrix matrix-torch explore mutants lint format docs \
 	bench clean distclean
 
 help:
@@ -75,16 +75,21 @@ soak-etcd: $(INSTALLED)
 # The tests start hundreds of Pythons, each of which would compile the package.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Tests that measure time run by themselves, after the others.
+# Lint and documentation are made while the tests run, most of which wait for something. Tests that measure time
+# run by themselves, after all that.
 test: $(INSTALLED)
-	$(MAKE) --jobs 2 --output-sync lint docs
-	$(PYTEST) $(AT_ONCE) -m "not nightly and not alone"
+	$(MAKE) --jobs 3 lint docs tests
 	$(PYTEST) -m "not nightly and alone"
 
 test-all: $(INSTALLED)
-	$(MAKE) --jobs 2 --output-sync lint docs
-	$(PYTEST) $(AT_ONCE) -m "not alone"
+	$(MAKE) --jobs 3 lint docs all-tests
 	$(PYTEST) -m alone
+
+tests: $(INSTALLED)
+	$(PYTEST) $(AT_ONCE) -m "not nightly and not alone"
+
+all-tests: $(INSTALLED)
+	$(PYTEST) $(AT_ONCE) -m "not alone"
 
 # One at a time: they look at the device's memory and at the time.
 test-gpu: $(INSTALLED)
