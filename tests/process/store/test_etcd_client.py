@@ -378,7 +378,7 @@ def test_somebody_else_listens(status: int) -> None:
 
 
 def test_value_that_is_too_large(client: EtcdClient, name: Name) -> None:
-    for size in (2_000_000, 12_000_000):  # too large for etcd, and for its gateway
+    for size in (1_600_000, 2_200_000):  # too large for etcd, and for its gateway
         with pytest.raises(EtcdRefused, match=r"refuses put: .*(too large|larger than).*1500000 bytes"):
             write(client, name("k"), bytes(size))
 

@@ -172,7 +172,9 @@ def test_a_rank_that_hangs_anywhere_is_ended(job: Job, place: str) -> None:
     for slot, what in ((1, "made no progress"), (2, "held the GIL")):
         log = job[slot].output.with_name(f"monitor-of-{job[slot].output.name}").read_text()
         (line,) = [line for line in log.splitlines() if ": its process is ended" in line]
-        assert f"{what} for hard_timeout=4 s and stood " in line
+        # A rank that leaves the job may be seen to be left out before its hard_timeout.
+        left_out = place == "terminate" and "did not leave, though the others had gone on without it" in line
+        assert left_out or f"{what} for hard_timeout=4 s and stood " in line
         if place != "abort":  # the main thread waits for that
             assert "test_watched_places.py:" in line and " in stuck: " in line
         elif slot == 1:
