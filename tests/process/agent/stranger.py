@@ -1,4 +1,4 @@
-"""What somebody else does to a job whose store they reach: ``stranger.py OWN HOST PORT ATTACKS FOLDER``.
+"""What somebody else does to a job whose store they reach: ``stranger.py OWN HOST PORT ATTACK FOLDER``.
 
 Runs as nobody, from address OWN. Prints how much it received.
 """
@@ -246,8 +246,8 @@ ATTACKS.remove("read")
 
 
 def main() -> None:
-    """Makes attacks, with commas between their names, one after the other."""
-    own, host, port, attacks, folder = sys.argv[1:]
+    """Attacks once."""
+    own, host, port, attack, folder = sys.argv[1:]
     "localhost".encode("idna")  # while it can still read the modules that this imports
     import ft_wrapper.cli.control
     import ft_wrapper.cli.main  # noqa: F401
@@ -256,8 +256,7 @@ def main() -> None:
     os.setgid(NOBODY)
     os.setuid(NOBODY)
     stranger = Stranger(own, host, int(port), Path(folder))
-    for attack in attacks.split(","):
-        getattr(stranger, attack)()
+    getattr(stranger, attack)()
     print(f"received {stranger.received}", flush=True)
     os._exit(0)  # torch would wait for peers that do not come
 

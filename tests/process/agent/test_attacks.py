@@ -26,16 +26,6 @@ SILENT |= {"wake_for_nothing"}
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, which takes root")
 
 
-GROUPS = [
-    # Each group on a job of its own: one that forges what the others read would hide them.
-    "by_command,ask_the_agent,connect_to_ranks,wake_for_nothing",
-    "replayed_meeting,ask_for_restart,end_well,bury_all,arrive_for_all,forge_reports,finish_for_all,own_store",
-    "own_head",
-]
-
-ALONE = [name for name in stranger.ATTACKS if name not in GROUPS]
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """One into which anybody may write: so only the job's own checks keep from it what a stranger has run."""
@@ -44,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def attack(
-    names: str, folder: Path, nodes: Sequence[FtRun], own: str, at: str = "", before: Sequence[str] = ()
+    name: str, folder: Path, nodes: Sequence[FtRun], own: str, at: str = "", before: Sequence[str] = ()
 ) -> str:
     """Attacks a job that is half through, and waits for its end; returns what it has said."""
     go_on = folder / "go_on"
@@ -53,7 +43,7 @@ def attack(
     found = re.search(r"ftrun status (\S+)", "\n".join(node.said for node in nodes))
     assert found is not None
     host, _, port = (at or found[1]).rpartition(":")
-    command = [*before, sys.executable, str(HERE / "stranger.py"), own, host, port, names, str(folder)]
+    command = [*before, sys.executable, str(HERE / "stranger.py"), own, host, port, name, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
     with go_on.open("r+b", buffering=0):
         said = "\n".join(f"{node.end()}\n{node.said}" for node in nodes)
@@ -65,14 +55,18 @@ def attack(
     return said
 
 
-@pytest.mark.parametrize("names", [*GROUPS, *at_night("groups of them run always", ALONE)])
-def test_another_user_of_the_host(names: str, folder: Path) -> None:
+ALWAYS = ("ask_for_restart", "by_command", "own_store")
+AT_NIGHT = [name for name in stranger.ATTACKS if name not in ALWAYS]
+
+
+@pytest.mark.parametrize("name", [*ALWAYS, *at_night("one of each kind runs always", AT_NIGHT)])
+def test_another_user_of_the_host(name: str, folder: Path) -> None:
     script = str(HERE / "attacked_rank.py"), str(folder)
     with FtRun(folder / "job", "--nproc-per-node", "2", *script) as job:
-        said = attack(names, folder, [job], "127.0.0.1")
-    if names == "finish_for_all":
+        said = attack(name, folder, [job], "127.0.0.1")
+    if name == "finish_for_all":
         return  # a rank reads who has finished only if it comes to its end meanwhile
-    assert ("was not written with this job's secret" in said) != SILENT.issuperset(names.split(",")), said
+    assert ("was not written with this job's secret" in said) == (name not in SILENT), said
 
 
 @pytest.fixture
@@ -82,10 +76,8 @@ def network() -> Iterator[Network]:
         yield network
 
 
-@pytest.mark.parametrize(
-    "names", ["stop", *at_night("one attack runs always", ["own_head", "own_store", "connect_to_ranks"])]
-)
-def test_another_host(names: str, folder: Path, network: Network) -> None:
+@pytest.mark.parametrize("name", ["own_store", "own_head", "stop", "connect_to_ranks"])
+def test_another_host(name: str, folder: Path, network: Network) -> None:
     rendezvous = "--nnodes", "2", "--rdzv-endpoint", f"{network.address(0)}:{PORT}", "--rdzv-id", "job"
     (folder / "secret").write_text("a secret of this job alone")
     with contextlib.ExitStack() as running:
@@ -102,6 +94,6 @@ def test_another_host(names: str, folder: Path, network: Network) -> None:
             )
             for host in range(2)
         ]
-        at = rendezvous[3] if names == "stop" else ""
-        said = attack(names, folder, nodes, network.address(2), at, network.command(2))
-    assert ("was not written with this job's secret" in said) == (names not in SILENT), said
+        at = rendezvous[3] if name == "stop" else ""
+        said = attack(name, folder, nodes, network.address(2), at, network.command(2))
+    assert ("was not written with this job's secret" in said) == (name not in SILENT), said
