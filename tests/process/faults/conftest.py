@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,33 +10,20 @@ HERE = Path(__file__).parent
 # The rank processes' harness is that of the wrapper's other tests.
 sys.path.insert(0, str(HERE.parent / "wrapper"))
 
-from job_stores import job_on, nightly_on_etcd, parametrize  # noqa: E402
+from job_stores import job_on, run_on_stores  # noqa: E402
 from rank_harness import Job, Template  # noqa: E402
 
-# One of each kind runs on etcd always.
-ALWAYS_ON_ETCD = (
-    "test_the_survivors_finish[[]etcd-sigkill-middle step]",
-    "test_a_rank_that_is_restarting[[]etcd-sigkill-decided-0]",
-    "test_a_waiting_spare_is_lost[[]etcd-sigkill*-9]",
-)
+ON_ETCD = {"test_the_survivors_finish", "test_a_waiting_spare_is_lost"}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    parametrize(metafunc)
-
-
-@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    nightly_on_etcd(items, HERE, ALWAYS_ON_ETCD)
+    run_on_stores(metafunc, ON_ETCD)
 
 
 @pytest.fixture(scope="package")
-def template() -> Iterator[Template]:
-    """One process imports torch, and all ranks are forked from it; it finds the bodies of this folder."""
-    path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", path)
-        template = Template()
+def template(warm_process: None) -> Iterator[Template]:
+    """One process has imported torch, and forks all ranks; it finds the bodies of this folder."""
+    template = Template(str(HERE))
     yield template
     template.close()
 
@@ -46,6 +32,6 @@ def template() -> Iterator[Template]:
 def job(
     request: pytest.FixtureRequest, template: Template, tmp_path: Path, etcd_if_any: object
 ) -> Iterator[Job]:
-    """A job of rank processes, on a store of each kind."""
+    """A job of rank processes, on a TCPStore or on etcd."""
     with job_on(request, template, tmp_path) as job:
         yield job

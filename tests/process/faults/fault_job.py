@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from collections import defaultdict
 from collections.abc import Set
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from rank_harness import Job, Process, Rank
 
-from ft_wrapper import CallWrapper, Wrapper
+from ft_wrapper import CallWrapper, Limits, Wrapper
 from ft_wrapper.testing.inject_fault import InjectFinalize, InjectInitialize, Injector, parse_faults
 
 WORLD = 4
@@ -41,6 +42,7 @@ SETTINGS: dict[str, Any] = {
     "monitor_process_interval": 0.1,
     "progress_watchdog_interval": 0.1,
     "termination_grace_time": 0.3,
+    "limits": Limits(max_same_faults=None),
 }
 
 
@@ -131,11 +133,11 @@ class Trainer:
         os.replace(unfinished, self.file)
 
 
-def trains(rank: Rank, faults: str, folder: str, settings: dict[str, Any] | None = None) -> int | None:
+def trains(rank: Rank, faults: str, folder: str) -> int | None:
     """The body: trains to the end, through the faults."""
     trainer = Trainer(rank, faults, folder)
 
-    @Wrapper(**trainer.settings(**settings or {}))
+    @Wrapper(**trainer.settings())
     def train(call: CallWrapper) -> int:
         return trainer.train(call)
 
@@ -146,7 +148,7 @@ def trains(rank: Rank, faults: str, folder: str, settings: dict[str, Any] | None
 
 
 def start(
-    job: Job, folder: Path, body: Any, *args: Any, env: dict[str, str] | None = None, **kwargs: Any
+    job: Job, folder: Path, body: Any, *args: Any, world: int = WORLD, env: dict[str, str] | None = None
 ) -> None:
     """Starts all ranks of a job; what happens in it is written down for `check`."""
     variables = {
@@ -156,7 +158,7 @@ def start(
         "RES_OPTIONS": "use-vc timeout:1 attempts:1",
         **(env or {}),
     }
-    job.start(WORLD, body, *args, env=variables, **kwargs)
+    job.start(world, body, *args, env=variables)
 
 
 def events(folder: Path) -> list[dict[str, Any]]:
@@ -166,21 +168,20 @@ def events(folder: Path) -> list[dict[str, Any]]:
 
 def decided(folder: Path) -> dict[int, list[int]]:
     """The iterations after the first that each slot was told to go on to."""
-    told: dict[int, list[int]] = {slot: [] for slot in range(WORLD)}
+    told: dict[int, list[int]] = defaultdict(list)
     for event in events(folder):
         if event["event"] == "decided":
             told[event["slot"]].append(event["iteration"])
     return told
 
 
-def check(job: Job, folder: Path, *, gone: Set[int], perhaps: Set[int] = frozenset(), faults: int = 0) -> int:
+def check(job: Job, folder: Path, *, gone: Set[int] | int, faults: int = 0) -> int:
     """The job has ended: those finished that should, with the right state, together all the way.
 
     Args:
         job: whose processes have ended.
         folder: the job's.
-        gone: slots that must have ended by a fault; all others must have finished.
-        perhaps: slots that may have ended or finished.
+        gone: slots that must have ended by a fault, or how many; all others must have finished.
         faults: as many injected faults must have happened.
 
     Returns:
@@ -189,9 +190,8 @@ def check(job: Job, folder: Path, *, gone: Set[int], perhaps: Set[int] = frozens
     fired = sorted(path.name for path in (folder / "fired").iterdir()) if faults else []
     assert len(fired) == faults, f"only {fired} happened"
     finished = {slot: process for slot, process in job.ranks.items() if process.said("returned")}
-    assert set(finished) | perhaps == set(job.ranks) - gone | perhaps, {
-        slot: how(job[slot]) for slot in job.ranks
-    }
+    ended = set(job.ranks) - set(finished)
+    assert gone in (ended, len(ended)), {slot: how(job[slot]) for slot in job.ranks}
     told = decided(folder)
     restarts = max(told[slot][-1] if told[slot] else 0 for slot in finished)
     for slot in finished:

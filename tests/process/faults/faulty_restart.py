@@ -64,9 +64,7 @@ class InAssignment(RankAssignment):
         return result
 
 
-def trains_through_a_bad_restart(
-    rank: Rank, kind: str, point: str, victim: int, folder: str, settings: dict[str, Any]
-) -> int | None:
+def trains_through_a_bad_restart(rank: Rank, kind: str, point: str, victim: int, folder: str) -> int | None:
     """An exception on rank 1; then, at a point of the restart, something happens to the victim."""
     trainer = Trainer(rank, "exception:rank=1:step=1", folder)
     here = rank.slot == victim
@@ -75,7 +73,7 @@ def trains_through_a_bad_restart(
         pass
 
     let_happen = functools.partial(happen, kind, folder) if here else nothing
-    plugins: dict[str, Any] = trainer.settings(**settings)
+    plugins: dict[str, Any] = trainer.settings()
     if point == "abort":
         plugins["abort"] = InAbort(let_happen)
     elif point == "assignment":
@@ -179,10 +177,10 @@ def trains_though_the_proposer_dies(rank: Rank, k: int, folder: str) -> int | No
     return train()
 
 
-def trains_though_a_monitor_dies(rank: Rank, k: int, victim: int, folder: str) -> int | None:
-    """The victim is killed, and its monitor before its k-th step of telling the others."""
-    trainer = Trainer(rank, f"sigkill:slot={victim}:step=2", folder)
-    if rank.slot == victim:
+def trains_though_a_monitor_dies(rank: Rank, k: int, folder: str) -> int | None:
+    """Slot 0 is killed, and its monitor before its k-th step of telling the others."""
+    trainer = Trainer(rank, "sigkill:slot=0:step=2", folder)
+    if rank.slot == 0:
         bomb = Bomb(k, folder)
         rank_monitor.RankMonitor.rank_died = bomb.around(  # type: ignore[method-assign]
             rank_monitor.RankMonitor.rank_died, lambda *_: True

@@ -14,26 +14,31 @@ from faulty_restart import (
     trains_with_a_lost_spare,
 )
 from rank_harness import Job, Template, await_end, running
+from support.nightly import at_night
 
 from ft_wrapper.store import TCPStoreServer
 
-POINTS = ("abort", "arrived", "decided", "assignment")
-NIGHTLY = [pytest.mark.nightly("another rank is lost there in every run, and a waiting spare")]
+ALWAYS = [
+    ("sigkill", "abort", 0),
+    ("sigkill", "arrived", 2),
+    ("sigkill", "decided", 0),
+    ("sigkill", "assignment", 2),
+    ("sigstop", "decided", 0),
+]
+NIGHTLY = [
+    (kind, point, victim)
+    for kind in ("sigkill", "sigstop")
+    for point in ("abort", "arrived", "decided", "assignment")
+    for victim in (0, 2, SPARE)
+    if (kind, point, victim) not in ALWAYS
+]
 
 
 @pytest.mark.parametrize(
-    ("kind", "point", "victim"),
-    [
-        pytest.param(
-            kind, point, victim, marks=NIGHTLY if (kind == "sigstop" and victim) or victim == SPARE else []
-        )
-        for kind in ("sigkill", "sigstop")
-        for point in POINTS
-        for victim in (0, 2, SPARE)
-    ],
+    ("kind", "point", "victim"), [*ALWAYS, *at_night("a rank is lost at each point always", NIGHTLY)]
 )
 def test_a_rank_that_is_restarting(job: Job, tmp_path: Path, kind: str, point: str, victim: int) -> None:
-    start(job, tmp_path, trains_through_a_bad_restart, kind, point, victim, str(tmp_path), {})
+    start(job, tmp_path, trains_through_a_bad_restart, kind, point, victim, str(tmp_path))
     if point == "arrived":
         job.expect("arrived", victim)
         if kind == "sigkill":
@@ -43,20 +48,7 @@ def test_a_rank_that_is_restarting(job: Job, tmp_path: Path, kind: str, point: s
     check(job, tmp_path, gone={victim}, faults=2)
 
 
-@pytest.mark.parametrize(("kind", "point"), [("gil", "decided"), ("gil", "assignment"), ("sleep", "abort")])
-def test_a_rank_that_hangs_while_it_is_restarting(job: Job, tmp_path: Path, kind: str, point: str) -> None:
-    start(job, tmp_path, trains_through_a_bad_restart, kind, point, 0, str(tmp_path), {})
-    job.wait_for_end()
-    check(job, tmp_path, gone={0}, faults=2)
-
-
-@pytest.mark.parametrize("victim", [0, 2])
-def test_a_rank_assignment_that_hangs(job: Job, tmp_path: Path, victim: int) -> None:
-    start(job, tmp_path, trains_through_a_bad_restart, "sleep", "assignment", victim, str(tmp_path), {})
-    job.wait_for_end()
-    check(job, tmp_path, gone={victim}, faults=2)
-
-
+@pytest.mark.nightly("it dies at one in tests/process/wrapper/test_rejoin.py, at each in simulations")
 @pytest.mark.timeout(600)
 def test_the_proposer_dies_at_any_step(template: Template, tmp_path: Path) -> None:
     k = alone = 0
@@ -77,9 +69,9 @@ def test_the_proposer_dies_at_any_step(template: Template, tmp_path: Path) -> No
     assert k >= 6
 
 
+@pytest.mark.nightly("hosts are lost in tests/process/wrapper/test_fault_table.py")
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=NIGHTLY)])
-def test_the_monitor_dies_with_its_rank_at_any_step(template: Template, tmp_path: Path, victim: int) -> None:
+def test_the_monitor_dies_with_its_rank_at_any_step(template: Template, tmp_path: Path) -> None:
     for k in range(100):
         folder = tmp_path / str(k)
         folder.mkdir()
@@ -87,10 +79,10 @@ def test_the_monitor_dies_with_its_rank_at_any_step(template: Template, tmp_path
         with running(template, folder) as job:
             job.store_is_elsewhere = True
             env = {"FT_WRAPPER_STORE": f"127.0.0.1:{server.port}"}
-            start(job, folder, trains_though_a_monitor_dies, k, victim, str(folder), env=env)
+            start(job, folder, trains_though_a_monitor_dies, k, str(folder), env=env)
             job.wait_for_end()
             dies = (folder / "fired" / "the bomb").exists()
-            check(job, folder, gone={victim}, faults=2 if dies else 1)
+            check(job, folder, gone={0}, faults=2 if dies else 1)
         server.close()
         if not dies:
             break
@@ -98,8 +90,9 @@ def test_the_monitor_dies_with_its_rank_at_any_step(template: Template, tmp_path
     assert k >= 5
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
-@pytest.mark.parametrize("faults", ["", "sigkill:rank=0:step=3"])
+@pytest.mark.parametrize(
+    ("number", "faults"), [(signal.SIGKILL, ""), (signal.SIGSTOP, "sigkill:rank=0:step=3")]
+)
 def test_a_waiting_spare_is_lost(job: Job, tmp_path: Path, number: signal.Signals, faults: str) -> None:
     start(job, tmp_path, trains_with_a_lost_spare, faults, str(tmp_path))
     job.expect("waiting", 0, 1, 2)

@@ -6,7 +6,7 @@ Except for those marked `tcp_only`. To keep the suite short most of them run on 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from datetime import timedelta
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -26,6 +26,18 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
     if "job" in metafunc.fixturenames:
         tcp_only = metafunc.definition.get_closest_marker("tcp_only") is not None
         metafunc.parametrize("job", ["tcp"] if tcp_only else ["tcp", "etcd"], indirect=True)
+
+
+def run_on_stores(metafunc: pytest.Metafunc, on_etcd: Collection[str]) -> None:
+    """For ``pytest_generate_tests``: gives each test that asks for a `job` one on a TCPStore.
+
+    Args:
+        metafunc: the test.
+        on_etcd: names of the tests that get one on etcd as well.
+    """
+    if "job" in metafunc.fixturenames:
+        stores = ["tcp", "etcd"] if metafunc.function.__name__ in on_etcd else ["tcp"]
+        metafunc.parametrize("job", stores, indirect=True)
 
 
 def nightly_on_etcd(items: list[pytest.Item], folder: Path, always: Sequence[str]) -> None:

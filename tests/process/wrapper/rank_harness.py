@@ -21,7 +21,6 @@ import select
 import selectors
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -31,7 +30,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ft_wrapper import Limits
+from ft_wrapper import FrozenState, Limits
+from ft_wrapper.finalize import Finalize
 from ft_wrapper.store import StoreMixin, TCPStore, TCPStoreServer
 from ft_wrapper.store.address import EtcdAddress
 from ft_wrapper.store.plan import connect_etcd
@@ -39,6 +39,7 @@ from ft_wrapper.testing.etcd_server import free_port
 
 sys.path.append(str(Path(__file__).parents[2]))
 from support.ends import end_quickly
+from support.warm_ftrun import start_python
 
 TIMEOUT = 120.0
 """Seconds after which a wait of these tests counts as a hang, however busy the machine is."""
@@ -154,6 +155,18 @@ class Rank:
         """Makes progress for ever."""
         while True:
             time.sleep(0.02)
+
+
+class SaysWhenItHasLeft(Finalize):
+    """A plug-in: the rank has left the function."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank = rank
+
+    def __call__(self, state: FrozenState) -> FrozenState:
+        """Says so."""
+        self.rank.say("left")
+        return state
 
 
 @dataclasses.dataclass
@@ -283,8 +296,11 @@ def _left(before: Things, error: BaseException | None) -> list[str]:
 # ---- the template -------------------------------------------------------------------------------------
 
 
-def template_main(control_fd: int) -> None:
-    """All of the template process; returns in each rank forked from it."""
+def template_main() -> None:
+    """All of the template, whose stdout is its control socket; returns in each rank forked from it."""
+    control = socket.socket(fileno=os.dup(1))
+    os.dup2(2, 1)
+    Path("/proc/self/comm").write_text(f"ranks-{os.getpid()}")
     gc.disable()  # a fifth of the imports' time
     import pytest  # noqa: F401
     import torch
@@ -305,7 +321,6 @@ def template_main(control_fd: int) -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
-    control = socket.socket(fileno=control_fd)
     control.send(b"{}")
     ranks: dict[int, int] = {}  # pidfd: pid
     selector = selectors.DefaultSelector()
@@ -352,24 +367,22 @@ def template_main(control_fd: int) -> None:
 
 
 class Template:
-    """The test's handle on the template process."""
+    """The test's handle on the template process.
 
-    def __init__(self) -> None:
-        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        code = (
-            "import sys; sys.path.insert(0, sys.argv[1]); import rank_harness;"
-            "rank_harness.template_main(int(sys.argv[2]))"
-        )
-        directory = str(Path(__file__).parent)
-        self.token = f"ranks-of-{os.getpid()}-{id(self)}"
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", code, directory, str(there.fileno()), self.token],
-            pass_fds=[there.fileno()],
+    Args:
+        path: where ranks look for bodies, beside here.
+    """
+
+    def __init__(self, *path: str) -> None:
+        self.control, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.process = start_python(
+            ["-c", "import rank_harness; rank_harness.template_main()"],
+            stdout=there.fileno(),
+            stderr=2,
             start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+            path=[str(Path(__file__).parent), *path],
         )
         there.close()
-        self.control = here
         self.control.settimeout(TIMEOUT)
         if not self.control.recv(1 << 10):
             raise RuntimeError("the template process did not start")
@@ -387,13 +400,13 @@ class Template:
             await_end(pid)
 
     def descendants(self) -> list[int]:
-        """All processes forked from the template, ranks and monitors, that live."""
+        """All processes forked from the template, ranks and monitors, that live: they have its name."""
         found = []
-        for entry in os.listdir("/proc"):
-            if entry.isdigit() and int(entry) != self.process.pid:
-                with contextlib.suppress(OSError):
-                    if self.token.encode() in Path("/proc", entry, "cmdline").read_bytes():
-                        found.append(int(entry))
+        for pid in (int(entry) for entry in os.listdir("/proc") if entry.isdigit()):
+            with contextlib.suppress(OSError):
+                name = Path("/proc", str(pid), "comm").read_text().strip()
+                if name == f"ranks-{self.process.pid}" and pid != self.process.pid:
+                    found.append(pid)
         return found
 
 

@@ -40,6 +40,7 @@ class SaysItsState(Initialize):
             world=state.world_size,
             active_rank=state.active_rank,
             active_world=state.active_world_size,
+            initial=[state.initial_rank, state.initial_world_size],
         )
         return state
 
@@ -155,15 +156,6 @@ class Training:
             return len(self.store._held(key)) if isinstance(self.store, EtcdStore) else self.store.add(key, 0)
 
         self._await(lambda: gone() >= count, f"the first {count} to leave {n}")
-
-    def await_heartbeats(self, slot: int, count: int) -> None:
-        """Waits until the newest process of a slot has sent some more heartbeats."""
-        member = Agreement(self.store).joining.newest_of(slot)
-        before = Agreement(self.store).heartbeats.get_heartbeat(member)
-        self._await(
-            lambda: Agreement(self.store).heartbeats.get_heartbeat(member) >= before + count,
-            f"heartbeats of {member}",
-        )
 
     def await_end_of(self, process: Process) -> None:
         """Waits until a process has ended whose slot may have been started again."""

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-from rank_harness import SETTINGS, Job, Rank
+from rank_harness import SETTINGS, Job, Rank, with_limits
 
 from ft_wrapper import CallWrapper, Wrapper
 from ft_wrapper.testing import blocking_backend
@@ -20,18 +20,25 @@ WHY = {
     "another operation": "was in barrier instead of all_reduce #{} of group 0",
     "further": "was 1 further than the others, who were in all_reduce #{} of group 0",
 }
-NIGHTLY = pytest.mark.nightly("another seed runs always")
-SEEDS = [0, *(pytest.param(seed, marks=NIGHTLY) for seed in [7])]
 
 
-def hangs(rank: Rank, backend: str, kind: str, odd: int, begun: int) -> None:
-    """After some collectives one rank does not do as the others."""
-    is_odd, ones = rank.slot == odd, torch.ones(1)
+def drawn(backend: str, kind: str) -> tuple[int, int]:
+    """Which rank does not come, and after how many collectives."""
+    choose = random.Random(f"{kind} {backend}")
+    return choose.randrange(SIZE), choose.randrange(4)
 
-    @Wrapper(**{**SETTINGS, "soft_timeout": 1.5})
+
+def hangs(rank: Rank, backend: str) -> None:
+    """In each iteration, after some collectives, one rank does not do as the others."""
+    ones = torch.ones(1)
+
+    @Wrapper(**with_limits(**{**SETTINGS, "soft_timeout": 1.5, "max_same_faults": None}))
     def train(call_wrapper: CallWrapper) -> None:
-        if call_wrapper.iteration > 0:
+        if call_wrapper.iteration == len(WHY):
             return
+        kind = [*WHY][call_wrapper.iteration]
+        odd, begun = drawn(backend, kind)
+        is_odd = rank.slot == odd
         if backend == "gloo":
             dist.init_process_group("gloo")
             other = dist.new_group()
@@ -54,17 +61,15 @@ def hangs(rank: Rank, backend: str, kind: str, odd: int, begun: int) -> None:
     train()
 
 
-@pytest.mark.tcp_only
-@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("backend", ["gloo", "stand-in"])
-@pytest.mark.parametrize("kind", WHY)
-def test_the_line_names_the_rank_that_did_not_come(job: Job, kind: str, backend: str, seed: int) -> None:
-    choose = random.Random(f"{kind} {backend} {seed}")
-    odd, begun = choose.randrange(SIZE), choose.randrange(4)
-    job.start(SIZE, hangs, backend, kind, odd, begun)
+def test_the_line_names_the_rank_that_did_not_come(job: Job, backend: str) -> None:
+    job.start(SIZE, hangs, backend)
     job.wait()
-    logs = "".join(job[slot].log for slot in range(SIZE))
-    (line,) = [line for line in logs.splitlines() if "restart 1:" in line]
-    who = f"restart 1: rank {odd} (slot {odd} on {os.uname().nodename} pid {job[odd].pid})"
-    assert f"{who} {WHY[kind].format(begun + 1)}, " in line
-    assert f" stood in all_reduce #{begun + 1} of group 0, called at test_missing_rank_in_a_job.py:" in line
+    lines = [line for slot in range(SIZE) for line in job[slot].log.splitlines()]
+    for n, kind in enumerate(WHY, start=1):
+        odd, begun = drawn(backend, kind)
+        (line,) = [line for line in lines if f"restart {n}:" in line]
+        who = f"restart {n}: rank {odd} (slot {odd} on {os.uname().nodename} pid {job[odd].pid})"
+        assert f"{who} {WHY[kind].format(begun + 1)}, " in line
+        place = f" stood in all_reduce #{begun + 1} of group 0, called at test_missing_rank_in_a_job.py:"
+        assert place in line

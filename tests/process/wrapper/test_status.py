@@ -8,18 +8,17 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from rank_harness import Job
-from rejoin_job import Training, training
+from rejoin_job import Training
+from support.warm_ftrun import start_python
 
 from ft_wrapper.attribution import Interruption
 from ft_wrapper.cli import local, status, status_command, stores
@@ -35,13 +34,6 @@ from ft_wrapper.rendezvous.register import RecordRegister
 from ft_wrapper.store import TCPStoreServer, connect
 from ft_wrapper.store.address import canonical
 from ft_wrapper.testing import FakeStore
-
-
-@pytest.fixture
-def run(job: Job, tmp_path: Path) -> Iterator[Training]:
-    """A training that nothing has been started of."""
-    with training(job, tmp_path) as run:
-        yield run
 
 
 def test_the_status_of_a_job_from_its_begin_to_its_end(
@@ -106,13 +98,8 @@ def test_watching_prints_each_status_once(
 def test_ctrl_c_ends_it_at_once() -> None:
     """It waits for news of the job, for up to ten minutes."""
     with contextlib.closing(TCPStoreServer(0)) as server:
-        command = [sys.executable, "-m", "ft_wrapper.run", "status", f"127.0.0.1:{server.port}"]
-        with subprocess.Popen(
-            [*command, "--watch", "--interval", "600"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        ) as process:
+        words = ["-m", "ft_wrapper.run", "status", f"127.0.0.1:{server.port}", "--watch", "--interval", "600"]
+        with start_python(words) as process:
             try:
                 assert process.stdout is not None
                 assert process.stdout.readline().startswith("not formed")

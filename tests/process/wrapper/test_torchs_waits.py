@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from rank_harness import SETTINGS, Job, Rank
+from rank_harness import SETTINGS, Job, Rank, with_limits
+from support.nightly import at_night
 from torch.distributed import rpc
 
 from ft_wrapper import CallWrapper, Wrapper
@@ -24,11 +25,14 @@ WAITS = {
 }
 
 
-def waits(rank: Rank, what: str, folder: str, soft_timeout: float) -> Any:
-    @Wrapper(**{**SETTINGS, "soft_timeout": soft_timeout})
+def waits(rank: Rank, whats: list[str], folder: str, soft_timeout: float) -> Any:
+    """In each iteration rank 0 waits, or is about to, for rank 1, which hangs, in one of some calls."""
+
+    @Wrapper(**with_limits(**{**SETTINGS, "soft_timeout": soft_timeout, "max_same_faults": None}))
     def train(call_wrapper: CallWrapper) -> int:
-        if call_wrapper.iteration > 0:
+        if call_wrapper.iteration == len(whats):
             return call_wrapper.iteration
+        what = whats[call_wrapper.iteration]
         if what == "rpc":
             rpc.init_rpc(f"worker{rank.slot}", rank=rank.slot, world_size=2)
         else:
@@ -52,29 +56,29 @@ def waits(rank: Rank, what: str, folder: str, soft_timeout: float) -> Any:
     return train()
 
 
-def start(job: Job, what: str, folder: Path, soft_timeout: float) -> None:
-    """Rank 0 waits, or is about to, for rank 1, which hangs."""
-    job.start(2, waits, what, str(folder), soft_timeout)
+def test_who_waits_for_a_rank_that_hangs_is_freed_and_named(job: Job, tmp_path: Path) -> None:
+    job.start(2, waits, list(WAITS), str(tmp_path), 2.5)
+    for _ in WAITS:
+        job.expect("ready", 1)
+        job.tell("go", 0)
+        job.expect("waits", 0)
+    job.wait_for_end(leftovers=False)  # torch has no way to end its agent of rpc and to begin another one
+    assert [job[slot].value for slot in (0, 1)] == [len(WAITS)] * 2
+    logs = [line for slot in (0, 1) for line in job[slot].log.splitlines()]
+    for n, what in enumerate(WAITS, start=1):
+        (line,) = [line for line in logs if f"restart {n}:" in line]
+        assert "rank 1 (slot 1" in line and "made no progress for soft_timeout=2.5 s" in line
+        assert " in hang" in line and WAITS[what] in line
+
+
+@pytest.mark.parametrize(
+    "what", ["rpc", *at_night("another call runs always", sorted(WAITS.keys() - {"rpc"}))]
+)
+def test_who_waits_for_a_rank_that_has_died_is_freed(job: Job, what: str, tmp_path: Path) -> None:
+    job.start(2, waits, [what], str(tmp_path), 20.0)
     job.expect("ready", 1)
     job.tell("go", 0)
     job.expect("waits", 0)
-
-
-@pytest.mark.tcp_only("they are torch's own waits")
-@pytest.mark.parametrize("what", WAITS)
-def test_who_waits_for_a_rank_that_hangs_is_freed_and_named(job: Job, what: str, tmp_path: Path) -> None:
-    start(job, what, tmp_path, 4.0)
-    job.wait_for_end(leftovers=what != "rpc")  # torch has no way to end its agent and to begin another one
-    assert [job[slot].value for slot in (0, 1)] == [1, 1]
-    (line,) = [line for slot in (0, 1) for line in job[slot].log.splitlines() if "restart 1:" in line]
-    assert "rank 1 (slot 1" in line and "made no progress for soft_timeout=4 s" in line
-    assert " in hang" in line and WAITS[what] in line
-
-
-@pytest.mark.tcp_only("they are torch's own waits")
-@pytest.mark.parametrize("what", WAITS)
-def test_who_waits_for_a_rank_that_has_died_is_freed(job: Job, what: str, tmp_path: Path) -> None:
-    start(job, what, tmp_path, 20.0)
     job.send_signal(1, signal.SIGKILL)
     job.wait_for_end(leftovers=what not in ("rpc", "async_save"))  # torch's own threads
     assert (job[0].value, job[1].code) == (1, -signal.SIGKILL)
