@@ -6,6 +6,7 @@ import contextlib
 import os
 import select
 import signal
+import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -104,6 +105,13 @@ class FtRun:
             == min(c.create_time() for c in psutil.Process(self.process.pid).children())
         )
         return found
+
+
+def write_script(folder: Path, source: str) -> str:
+    """Writes a script, whose lines may be indented; returns its path."""
+    path = folder / "script.py"
+    path.write_text(textwrap.dedent(source))
+    return str(path)
 
 
 def await_that(condition: Callable[[], bool], *jobs: FtRun) -> None:

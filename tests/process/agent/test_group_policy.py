@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import json
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -163,69 +163,40 @@ def waits(agent: FtRun) -> bool:
 # A job that grows, fails once, and ends ------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Grown:
-    """What came of it: the ranks of each round, and how the agents ended."""
-
-    backend: str
-    alone: list[Rank]
-    grown: list[Rank]
-    were_gone: bool
-    again: list[Rank]
-    left: list[Rank]
-    exitcodes: list[int]
-    late: FtRun
-    started_late: list[Rank]
-
-
-@pytest.fixture(scope="module", params=BACKENDS)
-def grown(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Grown]:
-    with Job(tmp_path_factory.mktemp("grown"), request.param, "1:2", "--max-restarts", "1") as job:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_job_that_grows_and_fails_once(tmp_path: Path, backend: str) -> None:
+    with Job(tmp_path, backend, "1:2", "--max-restarts", "1") as job:
         a = job.start("a")
         alone = job.ranks(NPROC, a)
         b = job.start("b")
         grown = job.ranks(2 * NPROC, a, b)
-        were_gone = are_gone(alone)
+        assert are_gone(alone), "two groups at a time"
         job.end(of("b", grown)[:1], 3)
         again = job.ranks(2 * NPROC, a, b)
-        job.end(of("a", again))
+        assert are_gone(grown), "one that fails restarts all ranks of all nodes"
+        if backend == OURS:
+            lose(b)
+            left = job.ranks(NPROC, a)
+            b = job.start("b")
+            back = job.ranks(2 * NPROC, a, b)
+        else:
+            left, back = [], again
+        job.end(of("a", back))
         await_that(lambda: waits(a), a, b)
-        left = [rank for rank in again if psutil.pid_exists(rank.pid)]
-        job.end(of("b", again))
-        exitcodes = [a.end(), b.end()]
+        assert [rank.node for rank in back if psutil.pid_exists(rank.pid)] == ["b"] * NPROC
+        job.end(of("b", back))
+        assert [a.end(), b.end()] == [0, 0]
         late = job.start("c")
-        late.end()
+        assert late.end() == 2, "one that comes after the end is turned away"
         # On a busy machine torch may have run a round of one node earlier.
-        started_late = of("c", job.new(NPROC))
-        yield Grown(request.param, alone, grown, were_gone, again, left, exitcodes, late, started_late)
-
-
-def test_a_node_that_comes_late_restarts_all_ranks_and_is_no_restart(grown: Grown) -> None:
-    assert restarts(grown.alone) == {"a": {0}}
-    assert [len(of(node, grown.grown)) for node in "ab"] == [NPROC, NPROC]
-    assert grown.were_gone, "two groups at a time"
-    assert restarts(grown.grown) == {"a": {0}, "b": {0}}
-
-
-def test_a_rank_that_fails_restarts_all_ranks_of_all_nodes(grown: Grown) -> None:
-    assert not {rank.pid for rank in grown.again} & {rank.pid for rank in grown.grown}
-    # On torch's rendezvous each agent counts its own restarts; ours count together.
-    assert restarts(grown.again) == {"a": {1 if grown.backend == OURS else 0}, "b": {1}}
-
-
-def test_who_ends_first_waits_for_the_others(grown: Grown) -> None:
-    assert of("a", grown.left) == []
-    assert len(of("b", grown.left)) == NPROC
-    assert grown.exitcodes == [0, 0]
-
-
-def test_a_node_that_comes_after_the_end_is_turned_away(grown: Grown) -> None:
-    assert grown.late.end() == 2
-    assert "is closed" in grown.late.said
-    assert grown.started_late == []
-
-
-# Failures ------------------------------------------------------------------------------------------------
+        assert of("c", job.new(NPROC)) == []
+    assert "is closed" in late.said
+    assert [len(of(node, grown)) for node in "ab"] == [NPROC, NPROC]
+    # A change of membership is no restart. On torch's rendezvous each agent counts its own ones.
+    assert (restarts(alone), restarts(grown)) == ({"a": {0}}, {"a": {0}, "b": {0}})
+    assert restarts(again) == {"a": {1 if backend == OURS else 0}, "b": {1}}
+    if backend == OURS:
+        assert (restarts(left), restarts(back)) == ({"a": {1}}, {"a": {1}, "b": {1}})
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -301,19 +272,6 @@ def test_nobody_waits_longer_than_the_exit_barrier(tmp_path: Path) -> None:
 
 
 # A node is lost ------------------------------------------------------------------------------------------
-
-
-def test_the_loss_of_a_node_is_no_restart(tmp_path: Path) -> None:
-    """The others notice by themselves; under torchrun their ranks have to fail first."""
-    with Job(tmp_path, OURS, "1:2") as job:
-        a, b = job.start("a"), job.start("b")
-        first = job.ranks(2 * NPROC, a, b)
-        lose(b)
-        left = job.ranks(NPROC, a)
-        assert are_gone(first)
-        job.end(left)
-        assert a.end() == 0, a.said
-    assert restarts(left) == {"a": {0}}
 
 
 def test_a_node_that_leaves_and_comes_back_at_once_is_a_restart(tmp_path: Path) -> None:

@@ -6,10 +6,8 @@ import contextlib
 import json
 import os
 import re
-import resource
 import select
 import socket
-import subprocess
 import sys
 import threading
 import urllib.error
@@ -128,49 +126,6 @@ def test_further_connections_are_closed(nodes: Nodes, monkeypatch: pytest.Monkey
         silent.shutdown(socket.SHUT_WR)
         assert silent.recv(1) == b""
         assert get(health.server_port)[0] == 200
-
-
-HOLD = """
-import select, socket, sys
-port, count, refused = map(int, sys.argv[1:])
-poll = select.poll()
-held = {}
-for _ in range(count):
-    one = socket.create_connection(("127.0.0.1", port), 60)
-    held[one.fileno()] = one
-    one.send(b"G")
-    poll.register(one, select.POLLIN)
-while refused:
-    for fd, _ in poll.poll(60_000) or sys.exit("nothing is refused"):
-        poll.unregister(fd)
-        refused -= 1
-print("held", flush=True)
-sys.stdin.read()
-"""
-
-
-def test_the_agent_keeps_its_descriptors(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many connections come: few more files than those connections may be open here."""
-    monkeypatch.setattr(_Handler, "timeout", TIMEOUT * 10)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    count, own = 300, 8
-    with serve(nodes) as health, nodes.inbox.unattended(), contextlib.ExitStack() as files:
-        command = [
-            sys.executable,
-            "-c",
-            HOLD,
-            *map(str, (health.server_port, count, count - _MOST_CONNECTIONS)),
-        ]
-        holding = files.enter_context(
-            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        )
-        assert holding.stdout is not None
-        highest = max(map(int, os.listdir("/proc/self/fd")))
-        files.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + _MOST_CONNECTIONS + own + 2, hard))
-        assert holding.stdout.readline() == "held\n"
-        for _ in range(own):
-            files.enter_context(open(os.devnull))
 
 
 def test_a_request_in_parts_gets_no_more_time(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,30 +267,21 @@ def test_where_it_answers(
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("TORCHELASTIC_HEALTH_CHECK_PORT", "http", PORT),
-        ("TORCHELASTIC_HEALTH_CHECK_PORT", "70000", PORT),
-        ("TORCHELASTIC_HEALTH_CHECK_PORT", "", PORT),
-        ("TORCHELASTIC_HEALTH_CHECK_PORT", "127.0.0.1:", PORT),
-        ("TORCHELASTIC_HEALTH_CHECK_PORT", "127.0.0.1:-1", PORT),
-        ("TORCHELASTIC_HEALTH_CHECK_PORT", "::1", PORT),
-        ("TORCHELASTIC_HEALTH_CHECK_PORT", "fe80::1:80", PORT),
-        ("TORCHELASTIC_HEALTH_CHECK_PORT", "203.0.113.1:0", "Cannot assign requested address; choose a name"),
-        (
-            "TORCHELASTIC_HEALTH_CHECK_PORT",
-            "no such.invalid:0",
-            "[^;]*; choose a name or address of this host",
-        ),
-        ("TORCHELASTIC_HEALTH_CHECK_TIMEOUT", "soon", "use a number of seconds"),
-        ("TORCHELASTIC_HEALTH_CHECK_TIMEOUT", "0", "use a number of seconds"),
+        *(("PORT", port, PORT) for port in ("http", "70000", "", "127.0.0.1:", "127.0.0.1:-1", "::1")),
+        ("PORT", "fe80::1:80", PORT),
+        ("PORT", "203.0.113.1:0", "Cannot assign requested address; choose a name"),
+        ("PORT", "no such.invalid:0", "[^;]*; choose a name or address of this host"),
+        *(("TIMEOUT", seconds, "use a number of seconds") for seconds in ("soon", "0")),
     ],
 )
 def test_bad_input(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, words: str
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_HEALTH_CHECK_PORT", "0")
-    monkeypatch.setenv(name, value)
+    variable = f"TORCHELASTIC_HEALTH_CHECK_{name}"
+    monkeypatch.setenv(variable, value)
     handler = Alone()
-    with pytest.raises(CannotStart, match=f"{name}={re.escape(value)}: {words}"):
+    with pytest.raises(CannotStart, match=f"{variable}={re.escape(value)}: {words}"):
         agent(tmp_path, "true", handler=handler).run()
     assert handler.rounds == 0
 

@@ -74,6 +74,7 @@ def test_the_nearest_cgroup_that_counts(
 V1_MEMORY = Path("/sys/fs/cgroup/memory")
 
 
+@pytest.mark.nightly("what the cgroup counts is read always")
 @pytest.mark.skipif(
     not os.access(V1_MEMORY / "cgroup.procs", os.W_OK), reason="no cgroups v1 to be made here"
 )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from agent_job import FtRun, await_that
+from agent_job import FtRun, await_that, write_script
+from support.nightly import at_night
 from test_network import PORT, Network, _ip, made
 from test_nodes import CONF, WRAPPED
 
@@ -34,9 +34,8 @@ ALONE = """
 
 
 def test_nobody_reaches_a_job_on_one_node_from_outside(tmp_path: Path) -> None:
-    script, folder = tmp_path / "script.py", tmp_path / "job"
-    script.write_text(textwrap.dedent(ALONE))
-    with FtRun(folder, "--nproc-per-node", "2", str(script)) as job:
+    script, folder = write_script(tmp_path, ALONE), tmp_path / "job"
+    with FtRun(folder, "--nproc-per-node", "2", script) as job:
         await_that(lambda: len(list(folder.glob("in.*"))) == 2, job)
         processes = [psutil.Process(job.process.pid), *job.family()]
         found = [one for process in processes for one in process.net_connections("inet")]
@@ -59,9 +58,8 @@ def test_nobody_reaches_a_job_on_one_node_from_outside(tmp_path: Path) -> None:
 def test_a_node_alone_is_where_the_user_says(
     given: str, used: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    script = tmp_path / "x.py"
-    script.touch()
-    with contextlib.closing(meet(parse_args(["--master-addr", given, str(script)]))) as nodes:
+    script = write_script(tmp_path, "")
+    with contextlib.closing(meet(parse_args(["--master-addr", given, script]))) as nodes:
         address = nodes.next_round().address
         host, _, port = address.rpartition(":")
         assert host == used
@@ -82,11 +80,6 @@ class Unnamed(Network):
         super().__init__(size)
         self._ipv6 = ipv6
 
-    @property
-    def loopback(self) -> str:
-        """How each reaches itself."""
-        return "::1" if self._ipv6 else "127.0.0.1"
-
     def address(self, host: int) -> str:
         return f"fd77::{host + 1}" if self._ipv6 else super().address(host)
 
@@ -105,16 +98,8 @@ class Unnamed(Network):
     def _write_names(self, host: int) -> None:
         folder = Path("/etc/netns") / self._namespace(host)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "hosts").write_text(f"{self.loopback} localhost\n")
+        (folder / "hosts").write_text(f"{'::1' if self._ipv6 else '127.0.0.1'} localhost\n")
         (folder / "nsswitch.conf").write_text("hosts: files\n")
-
-
-IPV6_ALWAYS = pytest.mark.parametrize(
-    "unnamed", [pytest.param("ipv4", marks=pytest.mark.nightly("IPv6 runs always")), "ipv6"], indirect=True
-)
-IPV4_ALWAYS = pytest.mark.parametrize(
-    "unnamed", ["ipv4", pytest.param("ipv6", marks=pytest.mark.nightly("IPv4 runs always"))], indirect=True
-)
 
 
 @pytest.fixture
@@ -124,12 +109,11 @@ def unnamed(request: pytest.FixtureRequest) -> Iterator[Unnamed]:
         yield network
 
 
-@IPV6_ALWAYS
+@pytest.mark.parametrize("unnamed", ["ipv6", *at_night("IPv6 runs always", ["ipv4"])], indirect=True)
 def test_hosts_without_names_meet_and_listen_where_they_are_published(
     tmp_path: Path, unnamed: Unnamed
 ) -> None:
-    script, shared = tmp_path / "script.py", tmp_path / "shared"
-    script.write_text(textwrap.dedent(WRAPPED))
+    script, shared = write_script(tmp_path, WRAPPED), tmp_path / "shared"
     shared.mkdir()
     with contextlib.ExitStack() as exits:
         nodes = [
@@ -138,7 +122,7 @@ def test_hosts_without_names_meet_and_listen_where_they_are_published(
                     tmp_path / f"node{host}",
                     *("--nnodes", "2", "--nproc-per-node", "1"),
                     *("--rdzv-endpoint", unnamed.endpoint(0), "--rdzv-conf", CONF, "--node-id", str(host)),
-                    *(str(script), str(shared)),
+                    *(script, str(shared)),
                     before=unnamed.command(host),
                 )
             )
@@ -153,35 +137,12 @@ def test_hosts_without_names_meet_and_listen_where_they_are_published(
     assert listening == [{unnamed.address(0)}, set()]
 
 
-@IPV4_ALWAYS
-@pytest.mark.nightly("two such hosts run one always")
-def test_a_host_without_a_name_runs_a_job_alone(tmp_path: Path, unnamed: Unnamed) -> None:
-    script, folder = tmp_path / "script.py", tmp_path / "job"
-    script.write_text(textwrap.dedent(ALONE))
-    options = ("--nproc-per-node", "2", str(script))
-    with FtRun(folder, *options, before=unnamed.command(0)) as job:
-        await_that(lambda: len(list(folder.glob("in.*"))) == 2, job)
-        listening = listening_in(job.process.pid)
-        (folder / "finish").touch()
-        assert job.end() == 0, job.said
-    assert listening == {unnamed.loopback}
-
-
-@IPV4_ALWAYS
+@pytest.mark.parametrize("unnamed", ["ipv4"], indirect=True)
 def test_a_name_that_torch_cannot_look_up_is_advised_on(tmp_path: Path, unnamed: Unnamed) -> None:
     """Torch's own rendezvous looks up the host's name, whatever its endpoint is."""
-    script = tmp_path / "script.py"
-    script.touch()
-    options = (
-        "--nnodes",
-        "1:2",
-        "--rdzv-backend",
-        "c10d",
-        "--rdzv-endpoint",
-        unnamed.endpoint(0),
-        str(script),
-    )
-    with FtRun(tmp_path / "job", *options, before=unnamed.command(0)) as job:
+    script = write_script(tmp_path, "")
+    options = ("--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", unnamed.endpoint(0))
+    with FtRun(tmp_path / "job", *options, script, before=unnamed.command(0)) as job:
         assert job.end() == 2, job.said
     (line,) = [line for line in job.said.splitlines() if line.startswith("ftrun: error: ")]
     assert f"this host's own name, {socket.gethostname()}, can be looked up here (/etc/hosts)" in line

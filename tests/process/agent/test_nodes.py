@@ -165,49 +165,6 @@ def pids_of(node: FtRun) -> dict[int, list[int]]:
     return pids
 
 
-def test_a_lost_node_comes_back_and_nobody_else_is_disturbed(tmp_path: Path) -> None:
-    with Cluster(tmp_path, WRAPPED, nnodes="1:2", nproc=2) as cluster:
-        # Both are to be there before it begins.
-        options = ("--rdzv-id", "job7", "--rdzv-conf", LONG_CALL)
-        stays, goes = cluster.start("0", *options), cluster.start("1", *options)
-        before = cluster.await_inside(4, stays, goes)
-        await_that(lambda: "a job has formed" in stays.said, stays)
-        assert (sorted(pids_of(stays)), sorted(pids_of(goes))) == ([0, 1], [2, 3])
-        lose(goes)
-        # Not by their heartbeats, of which a minute may be missing: by the agent that has taken the node out.
-        left = cluster.await_inside(2, stays)
-        assert [rank["pid"] for rank in left] == [rank["pid"] for rank in before[:2]]
-        back = cluster.start("1", *options)
-        after = cluster.await_inside(4, stays, back)
-        cluster.finish(stays, back)
-    for rank, found in enumerate(before):
-        expected = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank % 2),
-            "WORLD_SIZE": "4",
-            "LOCAL_WORLD_SIZE": "2",
-            "GROUP_RANK": str(rank // 2),
-            "GROUP_WORLD_SIZE": "2",
-            "ROLE_RANK": str(rank),
-            "ROLE_NAME": "default",
-            "ROLE_WORLD_SIZE": "4",
-            "MASTER_ADDR": "localhost",
-            "MASTER_PORT": before[0]["MASTER_PORT"],
-            "TORCHELASTIC_RUN_ID": "job7",
-            "TORCHELASTIC_RESTART_COUNT": "0",
-            "TORCHELASTIC_MAX_RESTARTS": "0",
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "FT_WRAPPER_FORMATION_SIZE": "4",
-            "FT_WRAPPER_STORE": f"localhost:{before[0]['MASTER_PORT']}",
-        }
-        assert {name: found.get(name) for name in expected} == expected
-        assert found["TORCHELASTIC_ERROR_FILE"].endswith(f"/{rank % 2}/error.json")
-    assert [rank["pid"] for rank in after[:2]] == [rank["pid"] for rank in before[:2]]
-    assert [rank["RANK"] for rank in after] == ["0", "1", "2", "3"]
-    assert [len(pids) for pids in pids_of(stays).values()] == [1, 1]
-    assert "no heartbeat from node 1 (localhost)" in stays.said
-
-
 def places(
     cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> list[tuple[str, str, list[int] | None, str]]:
@@ -227,43 +184,78 @@ def told_states(node: FtRun) -> dict[str, int]:
     return {state: int(count) for state, count in told if int(count)}
 
 
-def test_a_late_node_enlarges_the_job_and_a_spare_steps_in(
+def test_nodes_come_are_lost_come_back_and_step_in(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("prometheus_client")
     monkeypatch.setenv("TORCHELASTIC_HEALTH_CHECK_PORT", "127.0.0.1:0")
-    with Cluster(tmp_path, WRAPPED, nnodes="1:2") as cluster:
-        first = cluster.start("a")
-        began = cluster.await_inside(1, first)
-        await_that(lambda: "a job has formed" in first.said, first)
-        late = cluster.start("b")
-        grown = cluster.await_inside(2, first, late)
-        assert grown[0]["pid"] == began[0]["pid"]
-        assert (grown[1]["RANK"], grown[1]["WORLD_SIZE"], grown[1]["FT_WRAPPER_FORMATION_SIZE"]) == (
-            "1",
-            "2",
-            "1",
-        )
-        spare = cluster.start("c")
-        await_that(lambda: "there is no seat for it now" in spare.said, spare)
+    with Cluster(tmp_path, WRAPPED, nnodes="1:2", nproc=2) as cluster:
+        cluster.host_store()
+        options = ("--rdzv-id", "job7", "--rdzv-conf", cluster._conf.replace("=0.2", "=1"))
+        a = cluster.start("a", *options)
+        began = cluster.await_inside(2, a)
+        await_that(lambda: "a job has formed" in a.said, a)
+        b = cluster.start("b", *options)  # it enlarges the job
+        grown = cluster.await_inside(4, a, b)
+        late = grown[2]
+        assert (late["RANK"], late["WORLD_SIZE"], late["FT_WRAPPER_FORMATION_SIZE"]) == ("2", "4", "2")
+
+        lose(b)
+        # Not by their heartbeats, of which a minute may be missing: by the agent that has taken the node out.
+        left = cluster.await_inside(2, a)
+        assert "no heartbeat from node b (localhost)" in a.said
+        b = cluster.start("b", *options)
+        back = cluster.await_inside(4, a, b)
+
+        c = cluster.start("c", *options)
+        await_that(lambda: "there is no seat for it now" in c.said, c)
         assert [place[:3] for place in places(cluster, capsys)] == [
-            ("a", "seat", [0, 0]),
-            ("b", "seat", [1, 1]),
+            ("a", "seat", [0, 1]),
+            ("b", "seat", [2, 3]),
             ("c", "spare", None),
         ]
-        await_that(lambda: told_states(first) == {"active": 2, "spare": 1}, first)
-        lose(late)
-        replaced = cluster.await_inside(2, first, spare)
+        await_that(lambda: told_states(a) == {"active": 2, "spare": 1}, a)
+        lose(b)
+        replaced = cluster.await_inside(4, a, c)
         assert [place[0] for place in places(cluster, capsys)] == ["a", "c"]
-        await_that(lambda: told_states(first) == {"active": 2}, first)
-        unneeded = cluster.start("d")
+        await_that(lambda: told_states(a) == {"active": 2}, a)
+        for found in (grown, left, back, replaced):
+            assert [rank["pid"] for rank in found[:2]] == [rank["pid"] for rank in began]
+        assert [rank["RANK"] for rank in replaced] == ["0", "1", "2", "3"]
+        assert list(pids_of(c)) == [2, 3] and [len(pids) for pids in pids_of(a).values()] == [1, 1]
+
+        # With the store of the ranks, which is on the node of group rank 0, all have to begin again.
+        b = cluster.start("b", *options)
+        await_that(lambda: "there is no seat for it now" in b.said, b)
+        lose(a)
+        anew = cluster.await_inside(4, b, c)
+        unneeded = cluster.start("d", *options)
         await_that(lambda: "there is no seat for it now" in unneeded.said, unneeded)
-        cluster.finish(first, spare)
-        assert unneeded.end() == 0, unneeded.said
-    assert replaced[0]["pid"] == began[0]["pid"]
-    assert replaced[1]["RANK"] == "1"
-    assert list(pids_of(spare)) == [1]
+        cluster.finish(b, c, unneeded)
     assert pids_of(unneeded) == {}
+    assert anew[0]["FT_WRAPPER_STORE"] != began[0]["FT_WRAPPER_STORE"]
+    for rank, found in enumerate(anew):
+        expected = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank % 2),
+            "WORLD_SIZE": "4",
+            "LOCAL_WORLD_SIZE": "2",
+            "GROUP_RANK": str(rank // 2),
+            "GROUP_WORLD_SIZE": "2",
+            "ROLE_RANK": str(rank),
+            "ROLE_NAME": "default",
+            "ROLE_WORLD_SIZE": "4",
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": anew[0]["MASTER_PORT"],
+            "TORCHELASTIC_RUN_ID": "job7",
+            "TORCHELASTIC_RESTART_COUNT": "0",  # a change of membership is no restart
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "FT_WRAPPER_FORMATION_SIZE": "4",
+            "FT_WRAPPER_STORE": f"localhost:{anew[0]['MASTER_PORT']}",
+        }
+        assert {name: found.get(name) for name in expected} == expected
+        assert found["TORCHELASTIC_ERROR_FILE"].endswith(f"/{rank % 2}/error.json")
 
 
 def test_a_second_job_step_leaves_a_living_node_alone_and_a_killed_ftrun_comes_back_at_once(
@@ -309,22 +301,6 @@ def test_the_rank_of_an_agent_that_is_frozen_stays_out_until_it_answers(tmp_path
     assert alone[0]["pid"] == ranks[0]["pid"] == again[0]["pid"]
     numbers = [found[0]["iteration"] for found in (ranks, alone, again)]
     assert numbers == [0, 1, 2], "it came back once, and not before"
-
-
-def test_all_come_together_again_when_the_ranks_lose_their_store(tmp_path: Path) -> None:
-    """It is on the node of group rank 0: with that all ranks of a wrapped job have to begin again."""
-    with Cluster(tmp_path, WRAPPED, nnodes="1:2") as cluster:
-        cluster.host_store()
-        last_call = ("--rdzv-conf", cluster._conf.replace("last_call_timeout=0.2", "last_call_timeout=1"))
-        hosts, other = cluster.start("0", *last_call), cluster.start("1", *last_call)
-        before = cluster.await_inside(2, hosts, other)
-        await_that(lambda: "a job has formed" in hosts.said, hosts)
-        lose(hosts)
-        alone = cluster.await_inside(1, other)
-        assert alone[0]["RANK"] == "0"
-        assert alone[0]["FT_WRAPPER_STORE"] != before[0]["FT_WRAPPER_STORE"]
-        assert alone[0]["TORCHELASTIC_RESTART_COUNT"] == "0", "a change of membership is no restart"
-        cluster.finish(other)
 
 
 def test_a_node_that_is_ended_leaves_and_the_others_go_on(tmp_path: Path) -> None:

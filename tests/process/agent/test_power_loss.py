@@ -1,24 +1,16 @@
-"""The machine that hosts the store loses its power: a network namespace whose link and processes go at once.
-
-``PYTHONPATH=.:tests python tests/process/agent/test_power_loss.py 20`` does that twenty times in each
-case, and prints a table of seconds.
-"""
+"""The machine that hosts the store loses its power: a namespace whose link and processes go at once."""
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import subprocess
-import sys
-import tempfile
 import time
 from pathlib import Path
 
 import pytest
 from agent_job import TIMEOUT, all_gone, await_that, send
-from support.etcd_hosts import EtcdHost, EtcdOnHosts
 from test_network import Hosts, Network, made
-from test_nodes import WRAPPED, pids_of
+from test_nodes import WRAPPED
 
 from ft_wrapper.agent.rounds import INFRASTRUCTURE
 
@@ -72,32 +64,6 @@ def lose_the_store(folder: Path, size: int, conf: str = "", *, signalled: bool =
         return time.monotonic() - began
 
 
-def lose_a_host_of_etcd(folder: Path) -> float:
-    """As `lose_the_store`, with three nodes and a member of etcd on each: the others go on.
-
-    Returns:
-        After how many seconds the ranks of the others were in the next iteration.
-    """
-    with contextlib.ExitStack() as exits:
-        network = exits.enter_context(made(PoweredHosts(3)))
-        hosts = [EtcdHost(network.address(host), network.command(host)) for host in range(3)]
-        server = exits.enter_context(EtcdOnHosts(hosts))
-        cluster = exits.enter_context(Hosts(folder, WRAPPED, nnodes="2:3"))
-        cluster.network = network
-        etcd = ["--rdzv-backend", "etcd", "--rdzv-id", "job", "--rdzv-endpoint", server.endpoints]
-        nodes = [cluster.start_with(host, *etcd, "--rdzv-conf", "last_call_timeout=60") for host in range(3)]
-        before = cluster.await_inside(3, *nodes)
-        await_that(lambda: all("a job has formed" in node.said for node in nodes), *nodes)
-        network.lose_power(0)
-        began = time.monotonic()
-        after = cluster.await_inside(2, *nodes[1:])
-        took = time.monotonic() - began
-        assert [rank["pid"] for rank in after] == [rank["pid"] for rank in before[1:]]
-        cluster.finish(*nodes[1:])
-        assert [len(pids_of(node)) for node in nodes[1:]] == [1, 1]
-        return took
-
-
 def test_the_others_end(tmp_path: Path) -> None:
     lose_the_store(tmp_path, 2, SHORT)
 
@@ -108,31 +74,5 @@ def test_a_signal_ends_the_others_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly("test_the_others_end has short limits")
-@pytest.mark.parametrize("size", [2, 3])
-def test_the_others_end_within_a_minute_by_default(tmp_path: Path, size: int) -> None:
-    assert lose_the_store(tmp_path, size) < 60.0
-
-
-@pytest.mark.nightly("tests/process/agent/test_network.py has less of it always")
-def test_the_others_go_on_with_etcd(tmp_path: Path) -> None:
-    lose_a_host_of_etcd(tmp_path)
-
-
-def _table(count: int) -> None:
-    cases = {
-        "2 nodes, TCPStore: ended": lambda folder: lose_the_store(folder, 2),
-        "3 nodes, TCPStore: ended": lambda folder: lose_the_store(folder, 3),
-        "2 nodes, TCPStore, SIGTERM: ended": lambda folder: lose_the_store(folder, 2, signalled=True),
-        "3 nodes, etcd: gone on": lose_a_host_of_etcd,
-    }
-    for name, case in cases.items():
-        took = list[float]()
-        for _ in range(count):
-            with tempfile.TemporaryDirectory() as folder, contextlib.suppress(AssertionError):
-                took.append(case(Path(folder)))
-        seconds = " ".join(f"{one:.0f}" for one in sorted(took))
-        print(f"{name:34} {len(took)} of {count}; seconds: {seconds}", flush=True)
-
-
-if __name__ == "__main__":
-    _table(int(sys.argv[1]))
+def test_the_others_end_within_a_minute_by_default(tmp_path: Path) -> None:
+    assert lose_the_store(tmp_path, 3) < 60.0
