@@ -17,19 +17,13 @@ def test(monkeypatch):
     threading.Thread(target=lambda: None).start()
 """
 LEFT = {
-    "child": (
-        "import subprocess\ndef test(): subprocess.Popen(['sleep', '60'])",
-        "sleep 60",
-    ),
+    "child": ("import subprocess\ndef test(): subprocess.Popen(['sleep', '60'])", "sleep 60"),
     "orphan": (
         "import subprocess\n"
         "def test(): subprocess.run(['sh', '-c', 'setsid sleep 61 >/dev/null 2>&1 &'], check=True)",
         "sleep 61",
     ),
-    "zombie": (
-        "import os\ndef test():\n    if os.fork() == 0: os._exit(0)",
-        "was not waited for",
-    ),
+    "zombie": ("import os\ndef test():\n    if os.fork() == 0: os._exit(0)", "was not waited for"),
     "thread": (
         "import threading\n"
         "go = threading.Event()\n"
@@ -46,18 +40,12 @@ LEFT = {
         "import signal\ndef test(): signal.signal(signal.SIGUSR1, lambda *_: None)",
         "handler of signal 10:",
     ),
-    "environment": (
-        "import os\ndef test(): os.environ['LEFT'] = 'x'",
-        "environment variable LEFT was added",
-    ),
+    "environment": ("import os\ndef test(): os.environ['LEFT'] = 'x'", "environment variable LEFT was added"),
     "shared memory": (
         "def test(): open('/dev/shm/ft_wrapper-left' + __file__.replace('/', '-'), 'w').close()",
         "shared memory /dev/shm/ft_wrapper-left",
     ),
-    "socket": (
-        "import socket\nkept = []\ndef test(): kept.append(socket.socket())",
-        "-> socket:",
-    ),
+    "socket": ("import socket\nkept = []\ndef test(): kept.append(socket.socket())", "-> socket:"),
 }
 
 

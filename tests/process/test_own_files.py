@@ -6,13 +6,12 @@ import contextlib
 import os
 import socket
 import stat
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support.warm_ftrun import run_python
 
 from ft_wrapper import events
 from ft_wrapper._files import check_own_file, owners_only
@@ -24,78 +23,50 @@ WAY_OUT = "name a regular file of this user, no link"
 OTHER = 12345  # a user
 
 
+KINDS = (
+    "link",
+    "link to nothing",
+    "pipe without a reader",
+    "pipe",
+    "socket",
+    "folder",
+    "the shell's",
+    "another's",
+)
+
+
 @contextlib.contextmanager
-def a_link(path: Path) -> Iterator[None]:
-    (path.parent / "target").write_text("precious")
-    path.symlink_to(path.parent / "target")
+def put_there(kind: str, path: Path) -> Iterator[None]:
+    """Something of that kind is at a path, and gets nothing."""
+    reader = None
+    if kind == "link":
+        path.with_name("target").write_text("precious")
+        path.symlink_to(path.with_name("target"))
+    elif kind == "link to nothing":
+        path.symlink_to(path.with_name("not there"))
+    elif kind == "socket":
+        with contextlib.chdir(path.parent), socket.socket(socket.AF_UNIX) as listener:  # long paths fail
+            listener.bind(path.name)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "another's":
+        if os.geteuid() != 0:
+            pytest.skip("only root can give a file away")
+        path.write_text("precious")
+        path.chmod(0o666)
+        os.chown(path, OTHER, OTHER)
+    elif kind == "the shell's":  # what ``>(cat)`` is in a command line
+        reader, writer = os.pipe()
+        path.symlink_to(f"/proc/self/fd/{writer}")
+    else:
+        os.mkfifo(path)
+        reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK) if kind == "pipe" else None
     yield
-
-
-@contextlib.contextmanager
-def a_link_to_nothing(path: Path) -> Iterator[None]:
-    path.symlink_to(path.parent / "not there")
-    yield
-
-
-@contextlib.contextmanager
-def a_pipe_that_nobody_reads(path: Path) -> Iterator[None]:
-    os.mkfifo(path)
-    yield
-
-
-@contextlib.contextmanager
-def a_pipe(path: Path) -> Iterator[None]:
-    os.mkfifo(path)
-    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    yield
-    assert os.read(reader, 1) == b"", "it gets nothing"
-    os.close(reader)
-
-
-@contextlib.contextmanager
-def a_socket(path: Path) -> Iterator[None]:
-    with socket.socket(socket.AF_UNIX) as listener, contextlib.chdir(path.parent):  # a long path is refused
-        listener.bind(path.name)
-        yield
-
-
-@contextlib.contextmanager
-def a_folder(path: Path) -> Iterator[None]:
-    path.mkdir()
-    yield
-
-
-@contextlib.contextmanager
-def the_shells(path: Path) -> Iterator[None]:
-    """What ``>(cat)`` is in a command line: a link to a descriptor."""
-    reader, writer = os.pipe()
-    path.symlink_to(f"/proc/self/fd/{writer}")
-    yield
-    os.close(writer)
-    assert os.read(reader, 1) == b""
-    os.close(reader)
-
-
-@contextlib.contextmanager
-def anothers(path: Path) -> Iterator[None]:
-    if os.geteuid() != 0:
-        pytest.skip("only root can give a file away")
-    path.write_text("precious")
-    path.chmod(0o666)
-    os.chown(path, OTHER, OTHER)
-    yield
-
-
-KINDS = [
-    a_link,
-    a_link_to_nothing,
-    a_pipe_that_nobody_reads,
-    a_pipe,
-    a_socket,
-    a_folder,
-    the_shells,
-    anothers,
-]
+    if kind == "the shell's":
+        os.close(writer)
+    if reader is not None:
+        assert os.read(reader, 1) == b""
+        os.close(reader)
 
 
 def write_events(path: Path) -> None:
@@ -122,12 +93,10 @@ def show(path: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.timeout(60)
 def test_what_others_have_put_there_gets_nothing(
-    tmp_path: Path,
-    kind: Callable[[Path], contextlib.AbstractContextManager[None]],
-    write: Callable[[Path], None],
+    tmp_path: Path, kind: str, write: Callable[[Path], None]
 ) -> None:
     path, fds = tmp_path / "known", os.listdir("/proc/self/fd")
-    with kind(path):
+    with put_there(kind, path):
         with pytest.raises(OSError, match="known") as caught:
             write(path)
         if write is write_events:
@@ -189,19 +158,14 @@ WRAPPED = """
 def test_a_monitors_file_that_is_a_link_is_named(tmp_path: Path, setting: str) -> None:
     alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     (tmp_path / "slot-0").symlink_to(tmp_path / "target")
-    ended = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(WRAPPED), setting, f"{tmp_path}/slot-{{rank}}"],
-        env={**os.environ, **alone},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    words = ["-c", textwrap.dedent(WRAPPED), setting, f"{tmp_path}/slot-{{rank}}"]
+    ended = run_python(words, 100, alone)
     assert (ended.returncode, ended.stdout) == (1, ""), ended.stderr
     assert f"OSError: {setting}={tmp_path}/slot-0: " in ended.stderr and WAY_OUT in ended.stderr
     assert not (tmp_path / "target").exists()
 
 
-@pytest.mark.parametrize("umask", [0, 0o022, 0o077])
+@pytest.mark.parametrize("umask", [0, 0o022])
 def test_a_folder_of_logs_that_we_make_is_ours_alone(tmp_path: Path, umask: int) -> None:
     """Also those above it."""
     logs, before = tmp_path / "new" / "logs", os.umask(umask)

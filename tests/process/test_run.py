@@ -23,13 +23,14 @@ from typing import TextIO
 
 import psutil
 import pytest
+import torch
 from support.ends import ENDS
 from support.nightly import at_night
 from support.warm_ftrun import run_python, start_python
 
 from ft_wrapper import events
 from ft_wrapper.agent.outputs import describe_exit, report
-from ft_wrapper.agent.rounds import INFRASTRUCTURE, Failure, in_order
+from ft_wrapper.agent.rounds import Failure, in_order
 from ft_wrapper.run import main
 from ft_wrapper.store import TCPStore
 from ft_wrapper.testing.etcd_server import free_port
@@ -152,16 +153,10 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(TIMEOUT)
 
-        def start(nproc: int, *options: str, shell: str = "") -> Job:
-            words = ["-m", "ft_wrapper.run", "--nproc-per-node", str(nproc), *options]
+        def start(nproc: int, *options: str, program: tuple[str, str] = ("-m", "ft_wrapper.run")) -> Job:
+            words = [*program, "--nproc-per-node", str(nproc), *options]
             words += [str(script), str(listener.getsockname()[1])]
-            if shell:
-                command = ["sh", "-c", shell + ' exec "$@"', "sh", sys.executable, *words]
-                process = subprocess.Popen(
-                    command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-                )
-            else:
-                process = start_python(words, stdout=subprocess.DEVNULL)
+            process = start_python(words, stdout=subprocess.DEVNULL)
             try:
                 jobs.append(Job(process, listener, nproc))
             except BaseException:
@@ -175,11 +170,11 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
             job.close()
 
 
-def run_with_standby(*arguments: str, module: str = "ft_wrapper.run") -> subprocess.CompletedProcess[str]:
+def run_with_standby(*arguments: str) -> subprocess.CompletedProcess[str]:
     """For scripts with torch: their ranks are forked from ftrun's standby process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("PET_NO_FORK")
-        return run_python(["-m", module, *arguments], TIMEOUT)
+        return run_python(["-m", "ft_wrapper.run", *arguments], TIMEOUT)
 
 
 @pytest.fixture
@@ -323,24 +318,6 @@ def test_the_others_live_on_when_ranks_fail(launch: Launch) -> None:
     assert second.split()[:2] == ["0", str(job.ranks[0].pid)] and "exit code 5" in second
 
 
-def test_recorded_error_is_shown(
-    tmp_path: Path, script: Callable[[str], str], caplog: pytest.LogCaptureFixture
-) -> None:
-    fail = script("""
-        from torch.distributed.elastic.multiprocessing.errors import record
-        @record
-        def main():
-            raise ValueError("no such thing\\nand more")
-        main()
-    """)
-    assert main(["--log-dir", str(tmp_path / "logs"), fail]) == 1
-    table = caplog.text
-    assert "exit code 1" in table
-    assert "ValueError: no such thing  " in table
-    (error_file,) = (tmp_path / "logs").rglob("error.json")
-    assert str(error_file) in table
-
-
 def test_ranks_meet_at_the_port_that_is_given(script: Callable[[str], str], tmp_path: Path) -> None:
     """Also in the round after a failure."""
     port = free_port()
@@ -371,45 +348,33 @@ def test_a_port_that_another_program_has(
     assert f"--master-port {port} cannot be used on this host" in said and "leave it out" in said
 
 
-@pytest.mark.parametrize(
-    "ends",
-    [
-        "raise ValueError('no such thing')",
-        pytest.param(
-            "os.kill(os.getpid(), 11)", marks=pytest.mark.nightly("with a traceback it runs always")
-        ),
-    ],
-)
-def test_its_own_error_file_is_torchruns(
-    ends: str, script: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+RECORDED = """
+    import os, time
+    from torch.distributed.elastic.multiprocessing.errors import record
+    @record
+    def main():
+        if os.environ["RANK"] == "1":
+            raise ValueError('no such thing')
+        time.sleep(1000)
+    main()
+"""
+
+
+def test_a_recorded_error_is_shown_and_written_to_its_own_error_file(
+    script: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a platform reads of the root cause: rank 1's; rank 0 is only ended."""
-    fail = script(f"""
-        import os, time
-        from torch.distributed.elastic.multiprocessing.errors import record
-        @record
-        def main():
-            if os.environ["RANK"] == "1":
-                {ends}
-            time.sleep(1000)
-        main()
-    """)
-    found = []
-    for name, module in (("ours", "ft_wrapper.run"), ("torchs", "torch.distributed.run")):
-        file = tmp_path / f"{name}.json"
-        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
-        ended = run_with_standby("--standalone", "--nproc-per-node", "2", fail, module=module)
-        # One that was killed may be a loss: ftrun's exit code says to try again.
-        is_loss = name == "ours" and "kill" in ends
-        assert ended.returncode == (INFRASTRUCTURE if is_loss else 1), ended.stderr
-        found.append(json.loads(file.read_text()) if file.exists() else None)
-    assert (found[0] is None) == (found[1] is None) == ("raise" not in ends)
-    for record in filter(None, found):
-        record["message"]["extraInfo"].pop("timestamp")
-        # The line of the rank's main script, and what torch calls that by.
-        trace = record["message"]["extraInfo"].pop("py_callstack")
-        assert "no such thing" in trace and fail in trace
-    assert found[0] == found[1]
+    own = tmp_path / "own.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(own))
+    logs = ("--nproc-per-node", "2", "--log-dir", str(tmp_path / "logs"))
+    ended = run_with_standby(*logs, script(RECORDED))
+    assert ended.returncode == 1
+    assert "exit code 1" in ended.stderr and "ValueError: no such thing  " in ended.stderr
+    (error_file,) = (tmp_path / "logs").rglob("error.json")
+    assert str(error_file) in ended.stderr
+    recorded, handed_on = json.loads(error_file.read_text()), json.loads(own.read_text())
+    assert handed_on["message"]["message"] == recorded["message"]["message"] == "ValueError: no such thing"
+    assert handed_on["message"]["extraInfo"] == recorded["message"]["extraInfo"]
 
 
 def test_its_own_error_file_when_it_cannot_start(
@@ -422,7 +387,13 @@ def test_its_own_error_file_when_it_cannot_start(
     assert "TORCHELASTIC_HEALTH_CHECK_PORT=http" in json.loads(file.read_text())["message"]["message"]
 
 
-def test_half_an_error_file(script: Callable[[str], str], caplog: pytest.LogCaptureFixture) -> None:
+def test_half_an_error_file(
+    script: Callable[[str], str],
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "own.json"))
     fail = script("""
         import os, signal
         with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
@@ -433,6 +404,7 @@ def test_half_an_error_file(script: Callable[[str], str], caplog: pytest.LogCapt
     said = caplog.text
     assert "killed by SIGSEGV" in said
     assert "Traceback" not in said
+    assert not (tmp_path / "own.json").exists()
 
 
 def test_an_error_file_of_another_handler(
@@ -448,42 +420,11 @@ def test_an_error_file_of_another_handler(
     assert "out of luck" in caplog.text
 
 
-def test_a_failure_that_the_job_finished_without_is_forgiven(
-    script: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The job: slots 0 and 2, which call their iteration done. Slot 1 is not in it, and fails.
-    finish = script("""
-        import os, sys
-        rank = int(os.environ["RANK"])
-        if rank == 1:
-            sys.exit(9)
-        from ft_wrapper.protocol import Agreement
-        from ft_wrapper.protocol.records import Member
-        from ft_wrapper.store import TCPStore
-        host, _, port = os.environ["FT_WRAPPER_STORE"].rpartition(":")
-        store = TCPStore(host, int(port))
-        me = Member(rank, 0)
-        Agreement(store).joining.join_first(me, [0, 2])
-        view = Agreement(store).joining.await_first(me, [0, 2], 100)
-        Agreement(store).ends.end_iteration(view.n, sys.argv[1])
-        sys.exit(9 if rank == 2 and sys.argv[2] == "member fails" else 0)
-    """)
-    monkeypatch.setenv("LOGLEVEL", "INFO")
-
-    def ends(how: str, member: str) -> tuple[int, str]:
-        ended = run_with_standby("--nproc-per-node", "3", *ALONE, finish, how, member)
-        return ended.returncode, ended.stderr
-
-    code, said = ends("done", "-")
-    assert code == 0 and "the job finished all the same" in said
-    for how, member in (("fault", "-"), ("done", "member fails")):
-        code, said = ends(how, member)
-        assert code == 1 and said.count("1 of 3 ranks failed") == 1
-
-
 WITHOUT_TORCH = """
     import contextlib, io, sys
     from ft_wrapper.run import main
+
+    torch_version = sys.argv[1]
 
     def ends(*words):
         with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
@@ -509,15 +450,17 @@ WITHOUT_TORCH = """
     code, said = ends("report", "nowhere.jsonl")
     assert (code, "nowhere.jsonl" in said) == (2, True), said
 
-    import torch
     from ft_wrapper import __version__
-    assert said_of_versions == (0, f"ftrun {__version__}, torch {torch.__version__}\\n")
+    assert said_of_versions == (0, f"ftrun {__version__}, torch {torch_version}\\n")
 """
 
 
 def test_what_starts_no_job_needs_no_torch(script: Callable[[str], str]) -> None:
     ended = subprocess.run(
-        [sys.executable, script(WITHOUT_TORCH)], capture_output=True, text=True, timeout=TIMEOUT
+        [sys.executable, script(WITHOUT_TORCH), torch.__version__],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
     )
     assert ended.returncode == 0, ended.stderr
 
@@ -667,7 +610,8 @@ def test_notices_end_nothing_before_the_nodes_meet_and_when_all_is_over() -> Non
 
 def test_signals_that_are_ignored_stay_so(launch: Launch) -> None:
     """As under nohup."""
-    job = launch(1, shell="trap '' USR1 HUP;")
+    ignore = "import signal; [signal.signal(each, signal.SIG_IGN) for each in (1, signal.SIGUSR1)]"
+    job = launch(1, program=("-c", f"{ignore}; from ft_wrapper.cli.main import command; command()"))
     for pid in (job.process.pid, job.ranks[0].pid):
         status = Path("/proc", str(pid), "status").read_text()
         (ignored,) = (int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigIgn"))
@@ -796,10 +740,10 @@ def test_result_files_that_cannot_be_written(
 
 
 def test_nothing_is_shown_where_there_is_no_console(tmp_path: Path) -> None:
-    words = "-m ft_wrapper.run --tee 3 --no-python echo hello >&- 2>&-"
-    command = ["sh", "-c", f"exec {sys.executable} {words}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, cwd=tmp_path)
-    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+    closed = "import os, sys; os.close(1); os.close(2); sys.stdout = sys.stderr = None"  # as by >&- 2>&-
+    code = f"{closed}; from ft_wrapper.cli.main import command; command()"
+    words = ["-c", code, "--tee", "3", "--no-python", "echo", "hello"]
+    assert run_python(words, TIMEOUT, {ENDS: "whole"}, tmp_path).returncode == 0
 
 
 WAITS = """

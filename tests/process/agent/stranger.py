@@ -1,6 +1,7 @@
 """What somebody else does to a job whose store they reach: ``stranger.py OWN HOST PORT ATTACK FOLDER``.
 
-Runs as nobody, from address OWN. Prints how much it received.
+Runs as nobody, from address OWN. Prints how much it received. Forged keys of all kinds, by which ranks agree,
+are in tests/simulation/protocol/test_stranger.py.
 """
 
 from __future__ import annotations
@@ -63,12 +64,12 @@ class Stranger:
 
     # ---- attacks
 
-    def own_store(self, sealed: Callable[[str], str] = lambda text: text) -> None:
+    def own_store(self) -> None:
         """Hosts a store as rank 0 and points the next iteration's ranks at it."""
         with socket.socket() as free:
             free.bind((self.own, 0))
             port = free.getsockname()[1]
-        text = sealed(f"{self.own} {port} 2 2")
+        text = f"{self.own} {port} 2 2"
         waiting = threading.Thread(target=self._wait_as_rank_0, args=(port,), daemon=True)
         waiting.start()
         self.store.set(keys.meeting(self.n + 1), text)
@@ -87,36 +88,16 @@ class Stranger:
         for _ in range(4):
             dist.all_gather_object(said, self.evil)
 
-    def own_store_with_a_seal_of_zeros(self) -> None:
-        """As `own_store`, with what looks like a seal."""
-        self.own_store(lambda text: f"{text} {'0' * 32}")
-
-    def own_store_with_another_seal(self) -> None:
-        """As `own_store`, with a seal that the job has made, for another key."""
-        self.own_store(lambda text: f"{text} {self.read(keys.meeting(self.n)).split()[-1]}")
-
     def replayed_meeting(self) -> None:
         """Copies where the ranks meet into the next iteration's key."""
-        for key, wake in ((keys.meeting, keys.wake_meeting),):
+        for key in (keys.meeting, keys.wake_meeting):
             self.store.set(key(self.n + 1), self.read(key(self.n)))
-            self.store.set(wake(self.n + 1), self.read(wake(self.n)))
         self.ask_for_restart()
 
     def ask_for_restart(self) -> None:
         """Ends the iteration, as ``ftrun restart`` does."""
         self.store.compare_set(keys.end(self.n), "", "fault")
         self.store.set(keys.wake_end(self.n), "1")
-
-    def end_well(self) -> None:
-        """Ends the iteration as if all had returned."""
-        self.store.set(keys.end(self.n), "done")
-        self.store.set(keys.wake_end(self.n), "1")
-
-    def wake_for_nothing(self) -> None:
-        """Wakes all who wait for the end, for the next iteration, and for where it meets."""
-        for _ in range(200):
-            for wake in (keys.wake_end(self.n), keys.wake_head(self.n + 1), keys.wake_meeting(self.n + 1)):
-                self.store.set(wake, "1")
 
     def own_head(self) -> None:
         """Decides the next iteration, in which it is alone."""
@@ -141,38 +122,6 @@ class Stranger:
             for key in (keys.end(n), keys.meeting(n + 1), keys.seat(n + 1, 0), keys.restarted(n + 1)):
                 self.store.set(key, b"\xff\xfe")
         self.store.set(keys.wake_end(self.n), "1")
-
-    def garbage_for_a_head(self) -> None:
-        """Overwrites which iteration is on."""
-        self.store.set(keys.HEAD, "\0\1\2")
-
-    def bury_all(self) -> None:
-        """Says that all ranks are dead."""
-        self.store.append(keys.dead(self.n), "0:0\n1:0\n")
-        self.store.add(keys.count_gone(self.n), 2)
-        self.ask_for_restart()
-
-    def arrive_for_all(self) -> None:
-        """Says that all ranks have left the function."""
-        self.store.append(keys.arrived(self.n), "0:0 0 2\n1:0 1 2\n")
-        self.store.add(keys.count_gone(self.n), 2)
-
-    def join(self) -> None:
-        """Asks to be let in."""
-        self.store.append(keys.join(self.n), "7:0 0\n")
-        self.store.set(keys.member("7:0"), "{}")
-        self.ask_for_restart()
-
-    def finish_for_all(self) -> None:
-        """Says that all ranks have returned."""
-        self.store.append(keys.finished(self.n), "0\n1\n")
-        self.store.add(keys.count_finished(self.n), 2)
-
-    def take_seats(self) -> None:
-        """Takes all ranks of the next iteration."""
-        for rank in range(2):
-            self.store.set(keys.seat(self.n + 1, rank), "7:0")
-            self.store.append(keys.entered(self.n + 1), f"7:0 {rank} -\n")
 
     def stop(self) -> None:
         """Closes the job in the record of its nodes."""

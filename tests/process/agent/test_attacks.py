@@ -14,16 +14,22 @@ import pytest
 import stranger
 from agent_job import FtRun
 from support.nightly import at_night
+from support.warm_ftrun import run_python
 from test_network import PORT, Network, made
 
 HERE = Path(__file__).parent
 TIMEOUT = 60.0
 UNDISTURBED = "1"  # the iteration in which the job ends: rank 1 raises once
 SILENT = {"by_command", "ask_the_agent", "connect_to_ranks", "race_for_gloo"}
-SILENT |= {"wake_for_nothing"}
 """Attacks that write nothing which a job reads that goes on."""
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, which takes root")
+
+
+GROUPS = [
+    "by_command,ask_the_agent,connect_to_ranks",
+    "replayed_meeting,ask_for_restart,bytes_for_texts,forge_reports,forget_progress,own_head,own_store",
+]
 
 
 @pytest.fixture
@@ -43,8 +49,12 @@ def attack(
     found = re.search(r"ftrun status (\S+)", "\n".join(node.said for node in nodes))
     assert found is not None
     host, _, port = (at or found[1]).rpartition(":")
-    command = [*before, sys.executable, str(HERE / "stranger.py"), own, host, port, name, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+    words = [str(HERE / "stranger.py"), own, host, port, names, str(folder)]
+    if before:
+        command = [*before, sys.executable, *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+    else:
+        done = run_python(words, TIMEOUT)
     with go_on.open("r+b", buffering=0):
         said = "\n".join(f"{node.end()}\n{node.said}" for node in nodes)
     assert "received 0" in done.stdout, done.stderr
@@ -55,18 +65,14 @@ def attack(
     return said
 
 
-ALWAYS = ("ask_for_restart", "by_command", "own_store")
-AT_NIGHT = [name for name in stranger.ATTACKS if name not in ALWAYS]
-
-
-@pytest.mark.parametrize("name", [*ALWAYS, *at_night("one of each kind runs always", AT_NIGHT)])
-def test_another_user_of_the_host(name: str, folder: Path) -> None:
+@pytest.mark.parametrize("names", [*GROUPS, *at_night("groups of them run always", stranger.ATTACKS)])
+def test_another_user_of_the_host(names: str, folder: Path) -> None:
     script = str(HERE / "attacked_rank.py"), str(folder)
     with FtRun(folder / "job", "--nproc-per-node", "2", *script) as job:
-        said = attack(name, folder, [job], "127.0.0.1")
-    if name == "finish_for_all":
+        said = attack(names, folder, [job], "127.0.0.1")
+    if names == "finish_for_all":
         return  # a rank reads who has finished only if it comes to its end meanwhile
-    assert ("was not written with this job's secret" in said) == (name not in SILENT), said
+    assert ("was not written with this job's secret" in said) != SILENT.issuperset(names.split(",")), said
 
 
 @pytest.fixture
@@ -76,8 +82,9 @@ def network() -> Iterator[Network]:
         yield network
 
 
-@pytest.mark.parametrize("name", ["own_store", "own_head", "stop", "connect_to_ranks"])
-def test_another_host(name: str, folder: Path, network: Network) -> None:
+@pytest.mark.nightly("another user of the host attacks always")
+@pytest.mark.parametrize("names", ["stop", "own_head", "own_store", "connect_to_ranks"])
+def test_another_host(names: str, folder: Path, network: Network) -> None:
     rendezvous = "--nnodes", "2", "--rdzv-endpoint", f"{network.address(0)}:{PORT}", "--rdzv-id", "job"
     (folder / "secret").write_text("a secret of this job alone")
     with contextlib.ExitStack() as running:

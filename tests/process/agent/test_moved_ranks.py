@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from agent_job import FtRun
 
 RANK = Path(__file__).with_name("dtensor_rank.py")
 
 
+@pytest.mark.nightly("test_torch_over_restarts.py and torch_state have meshes over restarts always")
 def test_every_ranks_rows_are_its_own_after_rank_0_was_killed(tmp_path: Path) -> None:
     results = tmp_path / "results"
     results.mkdir()
