@@ -229,6 +229,8 @@ def test_sigterm_ends_a_job_of_which_too_few_would_be_left(tmp_path: Path) -> No
         cluster.script.write_text(cluster.script.read_text().replace("(rejoin", "(min_world_size=2, rejoin"))
         nodes = [cluster.start(name, "--drain-timeout", "60") for name in "01"]
         await_that(lambda: came_to(cluster.shared, 0, 0, 1), *nodes)
+        refused = ftrun("drain", "node:1", cluster.address)
+        assert refused.returncode == 1 and "refused: 1 rank would be left" in refused.stderr
         nodes[1].process.send_signal(signal.SIGTERM)
         assert nodes[1].end() == 128 + signal.SIGTERM, nodes[1].said
         why = "SIGTERM: this node is not drained: 1 rank would be left, fewer than min_world_size=2"
@@ -245,24 +247,6 @@ def test_a_node_that_hosts_the_store_stays_for_the_others(tmp_path: Path) -> Non
         await_that(lambda: "the ranks of this node have ended; it hosts their store" in nodes[0].said, *nodes)
         cluster.finish(*nodes)
         assert lost_or_repeated(*nodes) == ([], [])
-
-
-@pytest.mark.nightly("ranks leave between two steps above always")
-def test_a_function_that_tells_no_step_is_ended_and_not_started_again(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, WITHOUT_STEPS, nnodes="1", nproc=2)
-    with FtRun(tmp_path / "job", "--nproc-per-node", "2", str(cluster.script), str(cluster.shared)) as job:
-        await_that(lambda: came_to(cluster.shared, 0, 0, 1), job)
-        done = ftrun("drain", "slot:1", endpoint_of(job))
-        assert done.returncode == 0, done.stderr
-        await_that(lambda: came_to(cluster.shared, 1, 0) and "restart 1: " in job.said, job)
-        assert "restart 1: rank 1 (slot 1 on " in job.said and ") was drained; no spare" in job.said
-        refused, wrong = "refused: 0 ranks would be left", "error: there is no node or slot '7'"
-        for target, code, why in (("0", 1, refused), ("7", 2, wrong)):
-            again = ftrun("drain", target, endpoint_of(job))
-            assert again.returncode == code and why in again.stderr
-        (cluster.shared / "finish").touch()
-        assert job.end() == 0, job.said
-        assert len(job.pids(1)) == 1
 
 
 def test_a_fault_in_its_last_step_lets_a_rank_leave_at_once(tmp_path: Path) -> None:
@@ -284,6 +268,8 @@ def test_restart_and_stop(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, WITHOUT_STEPS, nnodes="1", nproc=2)
     with FtRun(tmp_path / "job", "--nproc-per-node", "2", str(cluster.script), str(cluster.shared)) as job:
         await_that(lambda: came_to(cluster.shared, 0, 0, 1), job)
+        wrong = ftrun("drain", "7", endpoint_of(job))
+        assert wrong.returncode == 2 and "error: there is no node or slot '7'" in wrong.stderr
         done = ftrun("restart", endpoint_of(job), "--why", "new switch")
         assert done.stdout == "iteration 0 was ended: all ranks enter the function again\n", done.stderr
         await_that(lambda: came_to(cluster.shared, 1, 0, 1), job)

@@ -22,15 +22,8 @@ def mount(tmp_path: Path) -> Iterator[Mount]:
     disk.mkdir()
 
     def mounted(*options: str) -> Path:
-        command = [
-            "mount",
-            "-t",
-            "tmpfs",
-            "-o",
-            ",".join(["size=64k", *options]),
-            "ft_wrapper_test",
-            str(disk),
-        ]
+        words = ["mount", "-t", "tmpfs", "-o", ",".join(["size=64k", *options]), "ft_wrapper_test"]
+        command = [*words, str(disk)]
         if subprocess.run(command, capture_output=True, timeout=60).returncode:
             pytest.skip("this process may not mount anything")
         return disk
@@ -55,11 +48,7 @@ def test_a_rank_that_says_nothing_goes_on(mount: Mount, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [
-        (["nr_inodes=1"], "No space left on device"),
-        (["ro"], "Read-only file system"),
-        ([], ""),
-    ],
+    [(["nr_inodes=1"], "No space left on device"), (["ro"], "Read-only file system"), ([], "")],
 )
 def test_why_nothing_can_be_written(mount: Mount, options: list[str], words: str) -> None:
     disk = mount(*options)

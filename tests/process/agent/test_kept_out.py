@@ -8,12 +8,10 @@ import signal
 from pathlib import Path
 
 import pytest
-from agent_job import await_that, lose
-from test_etcd import EtcdCluster, left_in
-from test_nodes import CONF, LONG_CALL, WRAPPED, Cluster, pids_of
+from agent_job import await_that
+from test_nodes import CONF, WRAPPED, Cluster, pids_of
 
 from ft_wrapper.cli.main import main
-from ft_wrapper.testing import EtcdServer
 
 PLAIN = """
     import os, sys, time
@@ -55,11 +53,7 @@ def test_a_node_is_kept_out_and_comes_in_once_it_passes(
         await_that(lambda: f"is kept out of the job until it passes its check: {REASON}" in bad.said, bad)
         second = cluster.start("1")
         began = cluster.await_inside(2, first, second, bad)
-        assert places(cluster, capsys) == {
-            "0": ("seat", ""),
-            "1": ("seat", ""),
-            "2": ("kept out", REASON),
-        }
+        assert places(cluster, capsys) == {"0": ("seat", ""), "1": ("seat", ""), "2": ("kept out", REASON)}
         assert main(["status", cluster.address]) == 0
         shown = capsys.readouterr().out
         assert re.search(r"^  2 +kept out ", shown, re.MULTILINE), shown
@@ -74,55 +68,6 @@ def test_a_node_is_kept_out_and_comes_in_once_it_passes(
     assert bad.said.count("is kept out") == 1
     assert bad.said.count("has passed its check") == 1
     assert len(pids_of(bad)) == 1
-
-
-@pytest.mark.nightly("on a TCPStore it runs always")
-def test_a_node_is_kept_out_on_etcd(
-    tmp_path: Path, etcd: EtcdServer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    well = tmp_path / "well"
-    with EtcdCluster(tmp_path, WRAPPED, nnodes="1:2") as cluster:
-        cluster.use(etcd)
-        cluster._conf = CONF
-        bad = cluster.start("1", *check(well))
-        await_that(lambda: "is kept out" in bad.said, bad)
-        assert places(cluster, capsys) == {"1": ("kept out", REASON)}
-        first = cluster.start("0")
-        began = cluster.await_inside(1, first, bad)
-        await_that(lambda: "a job has formed" in first.said, first)
-        assert places(cluster, capsys) == {"0": ("seat", ""), "1": ("kept out", REASON)}
-        well.touch()
-        grown = cluster.await_inside(2, first, bad)
-        assert places(cluster, capsys) == {"0": ("seat", ""), "1": ("seat", "")}
-        cluster.finish(first, bad)
-    assert grown[0]["pid"] == began[0]["pid"]
-    assert left_in(etcd) == []
-
-
-@pytest.mark.nightly("a node that fails is kept out above always")
-def test_a_spare_that_fails_gives_its_seat_back_at_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    well = tmp_path / "well"
-    well.touch()
-    with Cluster(tmp_path, WRAPPED, nnodes="1:2") as cluster:
-        last_call = ("--rdzv-conf", LONG_CALL)
-        stays, goes = cluster.start("a", *last_call), cluster.start("b", *last_call)
-        began = cluster.await_inside(2, stays, goes)
-        await_that(lambda: "a job has formed" in stays.said, stays)
-        spare = cluster.start("c", *last_call, *check(well))
-        await_that(lambda: "there is no seat for it now" in spare.said, spare)
-        well.unlink()
-        lose(goes)
-        alone = cluster.await_inside(1, stays, spare)
-        await_that(lambda: "is kept out" in spare.said, spare)
-        await_that(lambda: places(cluster, capsys)["c"] == ("kept out", REASON), stays, spare)
-        assert pids_of(spare) == {}
-        well.touch()
-        after = cluster.await_inside(2, stays, spare)
-        cluster.finish(stays, spare)
-    assert [found[0]["pid"] for found in (alone, after)] == [began[0]["pid"]] * 2
-    assert [len(pids) for pids in pids_of(spare).values()] == [1]
 
 
 def test_a_node_that_fails_before_the_next_round_is_not_in_it(tmp_path: Path) -> None:

@@ -18,13 +18,7 @@ from test_nodes import WRAPPED, Cluster
 from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError
 
-from ft_wrapper.agent.nodes import (
-    BadNode,
-    CannotStart,
-    Nodes,
-    exit_code_of,
-    run_rounds,
-)
+from ft_wrapper.agent.nodes import BadNode, CannotStart, Nodes, exit_code_of, run_rounds
 from ft_wrapper.agent.outputs import describe_exit
 from ft_wrapper.agent.rounds import End, Failure, JobResult, Round, alone, result_of_failures, worst
 from ft_wrapper.agent.signals import SIGNALS, SignalQueue, queued
@@ -223,10 +217,7 @@ AT_NIGHT = ("killed again and again before it begins", "drained")
 
 @pytest.mark.parametrize(
     "case",
-    [
-        *(case for case in ROWS if case not in AT_NIGHT),
-        *at_night("a row like it runs always", AT_NIGHT),
-    ],
+    [*(case for case in ROWS if case not in AT_NIGHT), *at_night("a row like it runs always", AT_NIGHT)],
 )
 def test_each_row_of_the_table(tmp_path: Path, case: str) -> None:
     row = ROWS[case]
@@ -344,13 +335,7 @@ GOINGS = {
 }
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        *[*GOINGS][:4],
-        *at_night("four ways to go run always", [*GOINGS][4:]),
-    ],
-)
+@pytest.mark.parametrize("case", [*[*GOINGS][:4], *at_night("four ways to go run always", [*GOINGS][4:])])
 def test_what_a_node_that_went_had_to_do_is_lost_unless_it_has_said_otherwise(
     tmp_path: Path, case: str
 ) -> None:
