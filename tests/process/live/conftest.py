@@ -11,20 +11,7 @@ HERE = Path(__file__).parent
 # The rank processes' harness is that of the wrapper's other tests.
 sys.path.insert(0, str(HERE.parent / "wrapper"))
 
-from job_stores import job_on, nightly_on_etcd, parametrize  # noqa: E402
-from rank_harness import Job, Template  # noqa: E402
-
-ALWAYS_ON_ETCD = ()
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "job" in metafunc.fixturenames:
-        parametrize(metafunc)
-
-
-@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    nightly_on_etcd(items, HERE, ALWAYS_ON_ETCD)
+from rank_harness import Job, Template, running  # noqa: E402
 
 
 @pytest.fixture(scope="package")
@@ -39,9 +26,7 @@ def template() -> Iterator[Template]:
 
 
 @pytest.fixture
-def job(
-    request: pytest.FixtureRequest, template: Template, tmp_path: Path, etcd_if_any: object
-) -> Iterator[Job]:
-    """A job of rank processes, on a store of each kind."""
-    with job_on(request, template, tmp_path) as job:
+def job(template: Template, tmp_path: Path) -> Iterator[Job]:
+    """A job of rank processes, on a TCPStore: state goes on in the same way with another store."""
+    with running(template, tmp_path) as job:
         yield job

@@ -10,7 +10,6 @@ import random
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from multiprocessing import resource_tracker
 from typing import Any
 
 import numpy as np
@@ -132,14 +131,8 @@ def of_rows(rows: Dataset[Any], sampler: str, **options: Any) -> Any:
 
 
 SAMPLERS = (
-    "in order",
-    "shuffle",
-    "generator",
-    "distributed",
-    "weighted",
-    "own generator",
-    "batches",
-    "all along",
+    *("in order", "shuffle", "generator", "distributed"),
+    *("weighted", "own generator", "batches", "all along"),
 )
 
 
@@ -197,13 +190,13 @@ LOADERS = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None, database=None)
+@settings(max_examples=25, deadline=None, database=None)
 @given(LOADERS, BEGINS)
 def test_any_step_is_found_in_the_process(make: Callable[[], Any], begins: list[int]) -> None:
     check(make, begins)
 
 
-@settings(max_examples=6, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=4, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
 @given(LOADERS, BEGINS, st.booleans())
 def test_any_step_is_found_with_workers(make: Callable[..., Any], begins: list[int], stay: bool) -> None:
     workers = functools.partial(make, num_workers=2, persistent_workers=stay)
@@ -211,8 +204,7 @@ def test_any_step_is_found_with_workers(make: Callable[..., Any], begins: list[i
     assert check(workers, begins[:1]) == check(make, [])
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("batch_size", [None, 3])
+@pytest.mark.parametrize(("workers", "batch_size"), [(0, 3), (2, None)])
 def test_an_iterable_dataset_is_replayed(workers: int, batch_size: int | None) -> None:
     stay = workers > 0
     check(
@@ -337,27 +329,14 @@ class InWorkers(Rows):
         return [self.worker, self.epoch, index]
 
 
-SPAWN = pytest.param("spawn", marks=pytest.mark.nightly("slow; what it pickles is pickled always"))
-
-
-@pytest.mark.parametrize("how", ["fork", SPAWN])
-def test_workers_know_their_dataset_and_epoch(how: str) -> None:
-    loader = DataLoader(
-        InWorkers(),
-        6,
-        num_workers=2,
-        worker_init_fn=begin,
-        persistent_workers=True,
-        multiprocessing_context=how,
-    )
+def test_workers_know_their_dataset_and_epoch() -> None:
+    loader = DataLoader(InWorkers(), 6, num_workers=2, worker_init_fn=begin, persistent_workers=True)
     batches = read(loader, 5, 3, 3)  # in the middle of an epoch
     assert [(set(workers), set(epochs)) for workers, epochs, _ in batches] == [
         ({0}, {1}),
         ({0}, {2}),
         ({1}, {2}),
     ]
-    if how == "spawn":
-        resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
 
 
 def test_what_workers_are_given_can_be_pickled() -> None:
@@ -367,20 +346,13 @@ def test_what_workers_are_given_can_be_pickled() -> None:
 
 
 def test_workers_end_with_the_loop() -> None:
-    for stay in (False, True):
-        batches = endless(DataLoader(Rows(), 2, num_workers=2, persistent_workers=stay), 5, 0)
+    loaders = [DataLoader(Rows(), 2, num_workers=2, persistent_workers=stay) for stay in (False, True)]
+    for loader in (*loaders, Adapter(DataLoader(Rows(), 2, num_workers=2))):
+        batches = endless(loader, 5, 0)
         next(batches)
         assert len(multiprocessing.active_children()) == 2
         batches.close()
         assert not multiprocessing.active_children()
-
-
-def test_workers_of_another_loader_end_with_the_loop() -> None:
-    batches = endless(Adapter(DataLoader(Rows(), 2, num_workers=2)), 5, 0)
-    next(batches)
-    assert len(multiprocessing.active_children()) == 2
-    batches.close()
-    assert not multiprocessing.active_children()
 
 
 class Fails(Rows):

@@ -16,14 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_harness import SETTINGS, Job, Rank
-from support.nightly import at_night
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from ft_wrapper import CallWrapper, LiveState, Wrapper
-
-pytestmark = pytest.mark.tcp_only("a test starts two jobs, each of which begins with its store")
 
 STEPS = 14
 Objects = dict[str, Any]
@@ -137,11 +134,12 @@ KINDS: dict[str, Any] = {
 }
 
 
-def trains(rank: Rank, kind: str, folder: str, faults: dict[str, str]) -> Any:
+def trains(rank: Rank, kind: str, folder: str, plans: list[dict[str, str]]) -> None:
+    """One wrapped call for each plan of faults, by iteration, step and rank; says what it ends with."""
     build, update, make_loader, loss_of = KINDS[kind]
 
     @Wrapper(**SETTINGS, active_world_size=2)
-    def train(call_wrapper: CallWrapper) -> list[Any]:
+    def train(number: int, call_wrapper: CallWrapper = None) -> list[Any]:
         dist.init_process_group("gloo")
         live = LiveState(call_wrapper, build, update=update, seed=3)
         ddp = live.data_parallel(find_unused_parameters=True)
@@ -150,9 +148,9 @@ def trains(rank: Rank, kind: str, folder: str, faults: dict[str, str]) -> Any:
             loss = loss_of(ddp, batch)
             loss.backward()
             nn.utils.clip_grad_norm_(live["model"].parameters(), 1.0)
-            with Path(folder, f"losses-{dist.get_rank()}").open("a") as file:
+            with Path(folder, f"{number}-losses-{dist.get_rank()}").open("a") as file:
                 file.write(f"{step} {loss.item().hex()}\n")
-            fault = faults.get(f"{call_wrapper.iteration}:{step}:{dist.get_rank()}")
+            fault = plans[number].get(f"{call_wrapper.iteration}:{step}:{dist.get_rank()}")
             if fault == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             if fault == "raise":
@@ -161,7 +159,8 @@ def trains(rank: Rank, kind: str, folder: str, faults: dict[str, str]) -> Any:
         return [digest([each.state_dict() for each in live._kept.objects.values()]), live.step]
 
     try:
-        return train()
+        for number in range(len(plans)):
+            rank.say("call", number=number, value=train(number))
     finally:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's stays from the first loader with workers on
 
@@ -174,46 +173,35 @@ def digest(tree: Any) -> str:
     return found.hexdigest()
 
 
-def losses_of(folder: Path) -> dict[tuple[str, str], set[str]]:
+def losses_of(folder: Path, number: int) -> dict[tuple[str, str], set[str]]:
     """Each rank's losses of each step; a step that is begun again has the same one."""
     losses = defaultdict(set)
-    for path in folder.glob("losses-*"):
+    for path in folder.glob(f"{number}-losses-*"):
         for line in path.read_text().splitlines():
             step, loss = line.split()
-            losses[path.name, step].add(loss)
+            losses[path.name[-1], step].add(loss)
     return losses
 
 
 # An epoch of the first kind has 6 steps, of the second 5.
-FAULTS = [
-    {"0:3:0": "kill", "1:9:1": "kill"},
-    {"0:4:1": "raise", "1:8:0": "raise", "2:11:0": "kill"},
-]
+FAULTS = {
+    "gpt": {"0:3:0": "kill", "1:9:1": "kill"},
+    "images": {"0:4:1": "raise", "1:8:0": "raise", "2:11:0": "kill"},
+}
 
 
-@pytest.mark.parametrize(
-    ("kind", "faults"),
-    [
-        *zip(KINDS, FAULTS, strict=True),
-        *at_night("each kind and each fault runs always", zip(KINDS, reversed(FAULTS), strict=True)),
-    ],
-)
-def test_the_same_losses_as_without_faults(
-    job: Job, tmp_path: Path, kind: str, faults: dict[str, str]
-) -> None:
-    found = []
-    for number, planned in enumerate(({}, faults)):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        job.start(4, trains, kind, str(folder), planned)
-        job.wait_for_end()
-        ends = {tuple(process.value) for process in job.ranks.values() if process.code == 0 and process.value}
-        found.append((ends, losses_of(folder)))
-        assert len(ends) == 1 and len(found[-1][1]) == 2 * STEPS
-        assert all(math.isfinite(float.fromhex(loss)) for one in found[-1][1].values() for loss in one)
-    assert found[0] == found[1]
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_losses_as_without_faults(job: Job, tmp_path: Path, kind: str) -> None:
+    job.start(4, trains, kind, str(tmp_path), [{}, FAULTS[kind]])
+    job.wait_for_end()
+    said = [one for process in job.ranks.values() for one in process.messages if one["event"] == "call"]
+    ends = [{tuple(one["value"]) for one in said if one["number"] == n and one["value"]} for n in range(2)]
+    clean, faulty = (losses_of(tmp_path, number) for number in range(2))
+    assert len(ends[0]) == 1 and ends[0] == ends[1]
+    assert len(clean) == 2 * STEPS and clean == faulty
+    assert all(math.isfinite(float.fromhex(loss)) for one in clean.values() for loss in one)
     killed = sum(process.code == -signal.SIGKILL for process in job.ranks.values())
-    assert killed == [*faults.values()].count("kill")
+    assert killed == [*FAULTS[kind].values()].count("kill")
 
 
 def draws(rank: Rank) -> list[Any]:
@@ -243,20 +231,3 @@ def test_what_a_loader_draws_does_not_move_a_steps_random_numbers(job: Job) -> N
     job.start(1, draws)
     ((with_loader, without),) = job.wait()
     assert with_loader == without and len(without) == 6
-
-
-def refused(rank: Rank) -> None:
-    @Wrapper(**SETTINGS)
-    def train(call_wrapper: CallWrapper) -> None:
-        dist.init_process_group("gloo")
-        live = LiveState(call_wrapper, build_images, seed=3)
-        for _ in live.batches(x for x in range(3)):  # type: ignore[arg-type]
-            live.commit()
-
-    train()
-
-
-def test_a_loader_without_a_length_ends_the_call_at_once(job: Job) -> None:
-    job.start(1, refused)
-    job.wait_for_end()
-    assert job[0].error == "JobAbort" and "generator has no len()" in job[0].text

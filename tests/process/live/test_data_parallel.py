@@ -17,8 +17,6 @@ from torch import nn
 
 from ft_wrapper import CallWrapper, LiveState, Wrapper
 
-pytestmark = pytest.mark.tcp_only("it is about DDP, whatever the ranks agree on")
-
 can_keep = pytest.mark.skipif(
     not hasattr(dist, "_reconfigure"), reason=f"torch {torch.__version__} cannot give a group new peers"
 )
