@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 from store_jobs import delete_past, formed_in, go_on
 
-from ft_wrapper.exception import StoreError
 from ft_wrapper.protocol import Agreement, keys
 from ft_wrapper.protocol.entering import Entered
 from ft_wrapper.protocol.housekeeping import (
@@ -192,21 +191,3 @@ def test_the_keys_of_superseded_members_and_past_calls_go(job_store: StoreMixin)
     view = go_on(store, view, members, outcome="done")
     delete_past(store, view)
     assert read(store, keys.terms(0)) is None
-
-
-@pytest.mark.parametrize(
-    ("key", "read"),
-    [
-        (keys.ACTIVE_TARGET, lambda store: Agreement(store).iterations.active_target()),
-        (keys.meeting(3), lambda store: Agreement(store).entering.active_in(3)),
-        (keys.SETTLED, lambda store: Agreement(store).joining.short_iterations_before(3)),
-        (keys.finished(3), lambda store: Agreement(store).ends.finished_in(3)),
-    ],
-)
-def test_garbage_is_an_error_that_names_the_key(
-    job_store: StoreMixin, key: str, read: Callable[[StoreMixin], object]
-) -> None:
-    for garbage in ("x y z", "-1", b"\xff"):
-        job_store.set(key, garbage)
-        with pytest.raises(StoreError, match=key):
-            read(job_store)

@@ -14,7 +14,7 @@ from ft_wrapper.protocol import Agreement, keys
 from ft_wrapper.protocol.global_iteration import OnMissing
 from ft_wrapper.protocol.joining import Entry
 from ft_wrapper.protocol.membership import Membership
-from ft_wrapper.protocol.records import DONE, FAULT, Decision, Member, View, record_of
+from ft_wrapper.protocol.records import DONE, FAULT, Decision, Member, View
 from ft_wrapper.rank_assignment import RankDiscarded
 from ft_wrapper.settings import AllLimits, OnJoin
 from ft_wrapper.store import StoreMixin
@@ -182,33 +182,21 @@ def test_a_member_that_is_heard_may_take_its_time_between_calls(
     assert 8 <= len(told) <= 10, "once each timeout of 60 s"
 
 
-@pytest.mark.parametrize("comes_after", [0.9, 5.0])
-def test_one_who_waits_says_once_for_whom(comes_after: float) -> None:
+@pytest.mark.parametrize(("waits", "comes_after", "says"), [(2, 5.0, False), (1, 0.9, False), (1, 5.0, True)])
+def test_one_who_waits_says_once_for_whom(waits: int, comes_after: float, says: bool) -> None:
+    """The first of those who are here does: not the dead one."""
     store, view, members = formed([0, 1, 2, 3])
     Agreement(store).ends.end_iteration(0, "fault")
     Agreement(store).ends.log_deaths(0, {members[0]: None}, ends=False)
-    Agreement(store).iterations.arrive(view, members[1], 1, 4)
+    Agreement(store).iterations.arrive(view, members[3 - waits], 3 - waits, 4)
     at(store, comes_after, lambda: Agreement(store).iterations.arrive(view, members[3], 3, 4))
-    said: list[tuple[list[Member], float]] = []
+    said: list[tuple[list[Member], bool]] = []
 
     def say(missing: Sequence[Member], waited: float) -> None:
-        said.append((list(missing), waited))
+        said.append((list(missing), 1.0 <= waited < 2.0))
 
-    step = await_next(store, view, members[2], timeout=60.0, on_missing=say)
-    assert step is not None
-    assert said == []  # the first of those who are here does: not the dead one, and not this one
-    store, view, members = formed([0, 1, 2, 3])
-    Agreement(store).ends.end_iteration(0, "fault")
-    Agreement(store).ends.log_deaths(0, {members[0]: None}, ends=False)
-    Agreement(store).iterations.arrive(view, members[2], 2, 4)
-    at(store, comes_after, lambda: Agreement(store).iterations.arrive(view, members[3], 3, 4))
-    step = await_next(store, view, members[1], timeout=60.0, on_missing=say)
-    assert step is not None
-    if comes_after < 1.0:
-        assert said == []
-    else:
-        ((missing, waited),) = said
-        assert missing == [members[3]] and 1.0 <= waited < 2.0
+    assert await_next(store, view, members[waits], timeout=60.0, on_missing=say) is not None
+    assert said == [([members[3]], True)] * says
 
 
 def test_a_wait_between_two_calls_is_no_restart() -> None:
@@ -389,52 +377,52 @@ def _decision_key(view: View) -> str:
     return keys.decision(view.n, view.nonce)
 
 
-GARBAGE: dict[str, tuple[Callable[[View], str], Callable[[StoreMixin, View], Any]]] = {
-    "head": (lambda view: keys.HEAD, lambda store, view: Agreement(store).iterations.read_head()),
-    "decision": (_decision_key, lambda store, view: Agreement(store).iterations.read_decision(view.head)),
-    "roster": (
-        lambda view: keys.roster(view.n, view.nonce),
-        lambda store, view: Agreement(store).iterations.read_iteration(view.head),
-    ),
-    "end": (lambda view: keys.end(0), lambda store, view: Agreement(store).ends.outcome_of(0)),
-    "member": (
-        lambda view: keys.member("0:0"),
-        lambda store, view: record_of(store, Member(0, 0)),
-    ),
-    "terms": (
-        lambda view: keys.terms(0),
-        lambda store, view: Agreement(store).joining.agree_on_terms(0, 0, {}),
-    ),
-    "joins": (lambda view: keys.join(0), lambda store, view: Agreement(store).iterations.joins_of(0)),
-    "deaths": (lambda view: keys.dead(0), lambda store, view: Agreement(store).ends.deaths_of(0)),
-    "arrivals": (
-        lambda view: keys.arrived(0),
-        lambda store, view: Agreement(store).iterations.arrivals_of(0),
-    ),
-}
+def _roster_key(view: View) -> str:
+    return keys.roster(view.n, view.nonce)
 
 
-@pytest.mark.parametrize("what", GARBAGE)
-def test_garbage_is_an_error_that_names_the_key(job_store: StoreMixin, what: str) -> None:
-    view, _ = formed_in(job_store, [0, 1])
-    key, read = GARBAGE[what]
-    for garbage in ("nonsense", '["x"]', "1:2 x y", b"\xff\xfe"):
-        job_store.set(key(view), garbage)
+@pytest.mark.parametrize(
+    ("key", "read"),
+    [
+        (keys.HEAD, lambda at, view: at.iterations.read_head()),
+        (_decision_key, lambda at, view: at.iterations.read_decision(view.head)),
+        (
+            lambda view: keys.roster(view.n, view.nonce),
+            lambda at, view: at.iterations.read_iteration(view.head),
+        ),
+        (keys.end(0), lambda at, view: at.ends.outcome_of(0)),
+        (keys.member("0:0"), lambda at, view: at.heartbeats.heart_of(view.members[0])),
+        (keys.terms(0), lambda at, view: at.joining.agree_on_terms(0, 0, {})),
+        (keys.join(0), lambda at, view: at.iterations.joins_of(0)),
+        (keys.dead(0), lambda at, view: at.ends.deaths_of(0)),
+        (keys.arrived(0), lambda at, view: at.iterations.arrivals_of(0)),
+        (keys.ACTIVE_TARGET, lambda at, view: at.iterations.active_target()),
+        (keys.meeting(3), lambda at, view: at.entering.active_in(3)),
+        (keys.SETTLED, lambda at, view: at.joining.short_iterations_before(3)),
+        (keys.finished(3), lambda at, view: at.ends.finished_in(3)),
+    ],
+)
+def test_garbage_is_an_error_that_names_the_key(
+    key: str | Callable[[View], str], read: Callable[[Agreement, View], object]
+) -> None:
+    store, view, _ = formed([0, 1])
+    name = key if isinstance(key, str) else key(view)
+    for garbage in ("nonsense x", '["x"]', b"\xff\xfe"):
+        store.set(name, garbage)
         with pytest.raises(StoreError) as caught:
-            read(job_store, view)
-        assert repr(key(view)) in str(caught.value), garbage
+            read(Agreement(store), view)
+        assert name in str(caught.value), garbage
 
 
-@pytest.mark.parametrize("what", ["joins", "deaths", "arrivals"])
-def test_nobody_goes_on_over_garbage(job_store: StoreMixin, what: str) -> None:
-    store = job_store
-    view, members = formed_in(store, [0, 1])
-    Agreement(store).ends.end_iteration(0, "fault")
-    store.append(GARBAGE[what][0](view), "garbage\n")
-    with pytest.raises(StoreError, match="garbage"):
-        for rank, member in enumerate(members):
-            Agreement(store).iterations.arrive(view, member, rank, 2)
-    assert Agreement(store).iterations.read_head() == view.head
+def test_nobody_goes_on_over_garbage() -> None:
+    for key in (keys.join(0), keys.dead(0), keys.arrived(0)):
+        store, view, members = formed([0, 1])
+        Agreement(store).ends.end_iteration(0, "fault")
+        store.append(key, "garbage\n")
+        with pytest.raises(StoreError, match="garbage"):
+            for rank, member in enumerate(members):
+                Agreement(store).iterations.arrive(view, member, rank, 2)
+        assert Agreement(store).iterations.read_head() == view.head
 
 
 def test_a_decision_on_another_iteration_is_none(job_store: StoreMixin) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -29,6 +27,7 @@ from ft_wrapper.protocol.seal import Seal
 from ft_wrapper.store import StoreMixin, TCPStore, TCPStoreServer, secret
 
 OWN = b"a secret of the job's own"
+FORK = multiprocessing.get_context("fork")
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +91,7 @@ def test_who_has_no_secret_reads_and_does_not_write() -> None:
         blind.close("key", "text")
 
 
-@pytest.mark.parametrize("forged", [b"x", b"", b"d", b"\xff\xfe", b"a \xff"], ids=repr)
+@pytest.mark.parametrize("forged", [b"", b"d", b"a \xff"], ids=repr)
 def test_each_step_is_sealed(job_store: StoreMixin, forged: bytes) -> None:
     with contextlib.closing(job_store.clone()) as own, contextlib.closing(job_store.clone()) as stranger:
         own.seal = seal()
@@ -146,7 +145,7 @@ def test_that_of_the_environment_is_not_left_there(monkeypatch: pytest.MonkeyPat
     assert secret.job_secret() == b"0123456789abcdef"
 
 
-@pytest.mark.parametrize("text", ["short", "0123456789abcde", " 0123456789abcde\n", "x" * 4097])
+@pytest.mark.parametrize("text", ["0123456789abcde", " 0123456789abcde\n", "x" * 4097])
 def test_one_that_cannot_be_right(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv(secret.SECRET_ENV, text)
     with pytest.raises(
@@ -156,32 +155,33 @@ def test_one_that_cannot_be_right(monkeypatch: pytest.MonkeyPatch, text: str) ->
 
 
 def test_processes_of_the_user_get_it_from_the_agent(
-    server: TCPStoreServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    server: TCPStoreServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     secret.use(OWN)
     with contextlib.closing(MonitorService("job")) as agent, client(server) as own:
         secret.announce(own, agent.name, "record")
-        script = (
-            "import os, sys; from ft_wrapper.store import TCPStore, secret; 'a'.encode('idna');"
-            "os.setuid(int(sys.argv[1]));"
-            f"store = TCPStore('127.0.0.1', {server.port}); found = secret.found_seal(store);"
-            "print(found is not None and found.check('key', sys.argv[2]));"
-            "print(secret.job_secret()); print(sorted(set(os.environ) & {'FT_WRAPPER_SECRET'}))"
-        )
         closed = own.seal.close("key", "text") if own.seal else ""
-        for user, environment, seen in (
-            (os.geteuid(), {secret.AGENT_ENV: agent.name}, repr(OWN)),
-            (os.geteuid(), {}, "None"),
-            (65534, {secret.AGENT_ENV: agent.name}, "None"),
-        ):
-            if user != os.geteuid() and os.geteuid() != 0:
-                continue
-            command = [sys.executable, "-c", script, str(user), closed]
-            done = subprocess.run(
-                command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=60
-            )
+
+        def found_by(user: int) -> None:
+            secret._known.clear()
+            os.environ[secret.AGENT_ENV] = agent.name
+            os.setuid(user)
+            with client(server) as store:
+                seal = secret.found_seal(store)
+                assert seal is not None and seal.check("key", closed) == "text"
             # Who does not get it reads all the same, unverified.
-            assert done.stdout.splitlines() == ["text", seen, "[]"], done.stderr
+            assert secret.job_secret() == (OWN if user == us else None)
+            assert secret.SECRET_ENV not in os.environ
+
+        us = os.geteuid()
+        for user in (us, *([65534] * (us == 0))):
+            process = FORK.Process(target=found_by, args=(user,))
+            process.start()
+            process.join(60)
+            code = process.exitcode
+            process.kill()
+            process.join()
+            assert code == 0, user
 
 
 def test_a_node_without_it_says_what_it_lacks(server: TCPStoreServer) -> None:
