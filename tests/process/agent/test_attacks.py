@@ -40,7 +40,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def attack(
-    name: str, folder: Path, nodes: Sequence[FtRun], own: str, at: str = "", before: Sequence[str] = ()
+    names: str, folder: Path, nodes: Sequence[FtRun], own: str, at: str = "", before: Sequence[str] = ()
 ) -> str:
     """Attacks a job that is half through, and waits for its end; returns what it has said."""
     go_on = folder / "go_on"
@@ -101,6 +101,6 @@ def test_another_host(names: str, folder: Path, network: Network) -> None:
             )
             for host in range(2)
         ]
-        at = rendezvous[3] if name == "stop" else ""
-        said = attack(name, folder, nodes, network.address(2), at, network.command(2))
-    assert ("was not written with this job's secret" in said) == (name not in SILENT), said
+        at = rendezvous[3] if names == "stop" else ""
+        said = attack(names, folder, nodes, network.address(2), at, network.command(2))
+    assert ("was not written with this job's secret" in said) == (names not in SILENT), said

@@ -62,7 +62,7 @@ def test_lines_are_shown_while_the_process_runs_and_whole(tmp_path: Path) -> Non
 
 
 def test_what_was_written_just_before_the_end_is_shown(tmp_path: Path) -> None:
-    for n in range(500):
+    for n in range(100):
         path, console = tmp_path / str(n), Console()
         tail = Tail(str(path), console, "> ")
         path.write_text("last\n")

@@ -51,63 +51,27 @@ def by_line(module: str, name: str) -> bytes:
     return f"c{module}\n{name}\n".encode()
 
 
-WAYS = [by_stack, by_line]
 HOSTILE = [
     ("os", "system"),
-    ("posix", "system"),
-    ("nt", "system"),
-    ("os", "popen"),
-    ("os", "execv"),
     ("subprocess", "Popen"),
-    ("subprocess", "check_output"),
     ("subprocess", "os.system"),
-    ("pty", "spawn"),
     ("builtins", "eval"),
-    ("builtins", "exec"),
-    ("builtins", "compile"),
-    ("builtins", "open"),
     ("builtins", "getattr"),
-    ("builtins", "setattr"),
-    ("builtins", "__import__"),
     ("builtins", "type"),
-    ("builtins", "dict.__class__"),
     ("builtins", "object.__subclasses__"),
-    ("builtins", "str.format"),
     ("__builtin__", "eval"),
-    ("importlib", "import_module"),
     ("functools", "partial"),
-    ("functools", "reduce"),
-    ("operator", "attrgetter"),
-    ("operator", "methodcaller"),
-    ("types", "FunctionType"),
-    ("types", "CodeType"),
-    ("marshal", "loads"),
     ("pickle", "loads"),
-    ("_pickle", "Unpickler"),
     ("copyreg", "_reconstructor"),
-    ("copyreg", "add_extension"),
-    ("runpy", "run_path"),
-    ("code", "interact"),
-    ("ctypes", "CDLL"),
-    ("shutil", "rmtree"),
-    ("socket", "create_connection"),
-    ("logging.config", "listen"),
-    ("timeit", "timeit"),
-    ("webbrowser", "open"),
     ("torch", "load"),
     ("torch", "os.system"),
     ("torch", "float32.__class__.__base__.__subclasses__"),
-    ("torch", "hub.load"),
     ("torch.storage", "_load_from_bytes"),
-    ("torch.jit", "load"),
-    ("torch.serialization", "load"),
     ("torch._utils", "_rebuild_tensor_v2"),
     ("numpy", "load"),
-    ("numpy", "os.system"),
     ("numpy.testing._private.utils", "runstring"),
     ("collections", "namedtuple"),
     ("collections", "OrderedDict.__init__.__globals__"),
-    ("collections", "_sys.modules"),
 ]
 
 
@@ -128,16 +92,14 @@ def in_a_state(pickled: bytes) -> list[Callable[[], object]]:
     ]
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("module", "name"), HOSTILE)
-def test_what_calls_others_is_refused(
-    module: str, name: str, way: Callable[[str, str], bytes], tmp_path: pathlib.Path
-) -> None:
+def test_what_calls_others_is_refused(module: str, name: str, tmp_path: pathlib.Path) -> None:
     sign = tmp_path / "it ran"
-    for read in in_a_state(calls(way(module, name), f"touch '{sign}'")):
-        with pytest.raises(TypeError, match=REFUSED) as caught:
-            read()
-        assert f"{module}.{name}" in str(caught.value)
+    for way in (by_stack, by_line):
+        for read in in_a_state(calls(way(module, name), f"touch '{sign}'")):
+            with pytest.raises(TypeError, match=REFUSED) as caught:
+                read()
+            assert f"{module}.{name}" in str(caught.value)
     assert not sign.exists()
 
 
@@ -274,9 +236,9 @@ def same(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize("value", WITHOUT_A_WORD, ids=lambda value: type(value).__name__)
-@pytest.mark.parametrize("protocol", [4, 5])
-def test_plain_values_need_no_word(value: Any, protocol: int) -> None:
-    assert same(tree.loads(pickle.dumps(value, protocol)), value)
+def test_plain_values_need_no_word(value: Any) -> None:
+    for protocol in (4, 5):
+        assert same(tree.loads(pickle.dumps(value, protocol)), value)
 
 
 @pytest.mark.parametrize("value", OF_THIS_PROCESS, ids=lambda value: type(value).__name__)

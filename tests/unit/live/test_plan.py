@@ -132,12 +132,6 @@ def test_a_rung_that_failed_by_itself_is_left_out(failed: int, rung: Rung) -> No
     assert plan.void == ({0} if failed else frozenset())
 
 
-@pytest.mark.parametrize("field", ["step", "history"])
-def test_a_plan_does_not_depend_on_who_makes_it(field: str) -> None:
-    said = [of(held(8)), of(held(7, prepared=True)), of(None)]
-    assert make_plan(said, SEALED) == make_plan([dataclasses.replace(one) for one in said], SEALED), field
-
-
 def test_a_receiver_is_served_by_a_few_of_many_holders() -> None:
     plan = make_plan([of(held(8)) for _ in range(20)] + [of(None), of(None)], SEALED)
     first, second = (set(route.holders) for route in plan.routes)

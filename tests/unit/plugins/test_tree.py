@@ -391,7 +391,7 @@ def check_promises(job: Job, scenario: Scenario, lost: set[int], before: dict[in
         assert len(job.active()) <= len(before) or not before
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(scenarios())
 @pytest.mark.filterwarnings("ignore:rank .* is elsewhere")
 def test_ranks_have_no_gaps_and_are_the_same_whoever_computes(scenario: Scenario) -> None:
