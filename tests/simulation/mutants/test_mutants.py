@@ -10,7 +10,6 @@ import pytest
 
 from . import every_mutant
 from .__main__ import FINDERS, search
-from .mutant import Mutant
 
 SECONDS = 60.0
 FOUND_AT_ONCE = ("told-of-the-iteration-before", "last-watches-nobody")
@@ -33,16 +32,3 @@ def test_mistake_is_found(name: str) -> None:
     mutant = next(mutant for mutant in every_mutant() if mutant.name == name)
     result = search(mutant, mutant.finder, seed=1, processes=1, seconds=SECONDS)
     assert result.found, result.output
-
-
-def test_a_finder_that_fails_itself_finds_nothing() -> None:
-    broken = Mutant(
-        "broken",
-        "protocol/membership.py",
-        "class Membership:",
-        "class Membership: nothing",
-        "job",
-        "it is not Python any more",
-    )
-    result = search(broken, broken.finder, seed=1, processes=1, seconds=SECONDS)
-    assert not result.found and "the finder failed" in result.by

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any
 
 import pytest
+from support.nightly import at_night
 
 from tests.explorer.scenario import Disturbance, Scenario
 from tests.explorer.simulation import Simulation
 
 RAISES = Disturbance("exception", 0, 1)
-NIGHTLY = pytest.mark.nightly("slot 0 has each fault at each step always")
+
+in_strides = pytest.mark.parametrize("stride", [11, *at_night("each eleventh step is tried always", [1])])
 
 
 def run(seed: int, *disturbances: Disturbance, **scenario: Any) -> Simulation:
@@ -19,7 +22,7 @@ def run(seed: int, *disturbances: Disturbance, **scenario: Any) -> Simulation:
     return Simulation(Scenario(disturbances=disturbances, **scenario), seed).run()
 
 
-@pytest.mark.parametrize("slot", [0, *(pytest.param(slot, marks=NIGHTLY) for slot in (1, 2))])
+@in_strides
 @pytest.mark.parametrize(
     "kind, seconds",
     [
@@ -35,38 +38,42 @@ def run(seed: int, *disturbances: Disturbance, **scenario: Any) -> Simulation:
         ("respawn", 0.0),
     ],
 )
-def test_fault_before_each_step(kind: str, seconds: float, slot: int) -> None:
-    task = run(slot, RAISES, steps=1, calls=2).processes[slot].task
-    assert task is not None and task.steps > 25
-    for step in range(1, task.steps + 6):  # some orders take more steps than that one
-        run(step, RAISES, Disturbance(kind, slot, step, seconds), steps=1, calls=2)
+def test_fault_before_each_step(kind: str, seconds: float, stride: int) -> None:
+    without = run(1, RAISES, steps=1, calls=2)
+    for slot, process in enumerate(without.processes):
+        assert process.task is not None and process.task.steps > 25
+        # Some orders take more steps than that one.
+        for step in range(1 + slot * stride // 3, process.task.steps + 6, stride):
+            run(step, RAISES, Disturbance(kind, slot, step, seconds), steps=1, calls=2)
 
 
-@pytest.mark.parametrize("slot", range(3))
-def test_process_comes_back_after_a_crash_at_each_step(slot: int) -> None:
-    for step in range(1, 60):
-        again = Disturbance("respawn", slot, step, float(step % 4))
-        run(step, RAISES, Disturbance("crash", slot, step), again, steps=2, on_join="now")
-
-
-@pytest.mark.parametrize("crash_step", [8, 16, 20, 24, 28])
-def test_who_reports_a_death_dies_before_each_step(crash_step: int) -> None:
+@in_strides
+def test_process_comes_back_after_a_crash_at_each_step(stride: int) -> None:
     for slot in range(3):
-        for step in range(1, 16):
-            run(step, Disturbance("crash", slot, crash_step), Disturbance("reporter", slot, step))
+        for step in range(1 + slot, 60, stride):
+            again = Disturbance("respawn", slot, step, float(step % 4))
+            run(step, RAISES, Disturbance("crash", slot, step), again, steps=2, on_join="now")
 
 
-@pytest.mark.parametrize("slot", range(3))
-def test_proposer_dies_after_another_crash(slot: int) -> None:
+@in_strides
+def test_who_reports_a_death_dies_before_each_step(stride: int) -> None:
+    steps = itertools.product((8, 16, 20, 24, 28), range(3), range(1, 16))
+    for crash_step, slot, step in itertools.islice(steps, 0, None, stride):
+        run(step, Disturbance("crash", slot, crash_step), Disturbance("reporter", slot, step))
+
+
+@in_strides
+def test_proposer_dies_after_another_crash(stride: int) -> None:
     """Rank 1 dies in the function; anyone who then takes part in the restart dies at each of its steps."""
-    for step in range(19, 60):
-        faults = (Disturbance("crash", 1, 20), Disturbance("crash", slot, step))
-        run(step, *faults, members=4, active=3)
+    for slot in range(3):
+        for step in range(19 + slot, 60, stride):
+            faults = (Disturbance("crash", 1, 20), Disturbance("crash", slot, step))
+            run(step, *faults, members=4, active=3)
 
 
 def test_death_of_a_spare_ends_nothing() -> None:
     ended = 0
-    for step in range(15, 40):
+    for step in range(15, 40, 3):
         simulation = run(step, Disturbance("crash", 2, step), steps=20)
         spare = simulation.processes[2]
         if spare.fate == "dead" and spare.monitor and spare.monitor.view and not spare.active:
@@ -79,7 +86,7 @@ def test_death_of_a_spare_ends_nothing() -> None:
 @pytest.mark.parametrize("kind", ["crash", "host", "leave"])
 def test_too_few_members_are_left(kind: str) -> None:
     """With min_world_size=3 two of three do not go on, no matter who proposes."""
-    for step in range(18, 28):
+    for step in range(18, 28, 4):
         scenario = Scenario(active=3, min_world_size=3, steps=30, disturbances=(Disturbance(kind, 1, step),))
         simulation = Simulation(scenario, step).run()
         assert [head.n for head in simulation.invariants.heads] == [0]

@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import pytest
+from support.nightly import at_night
 
 from tests.explorer import explore
 from tests.explorer.explore import Explorer, new_seed
 from tests.explorer.scenario import Disturbance, Scenario
 from tests.explorer.simulation import Simulation
 
-SEEDS = 250
+SEEDS = [60, *at_night("60 run always", [1440])]
 FIRST_SEED = 1_000_000
-NIGHTLY = pytest.mark.nightly("250 other seeds run always")
 
 
-@pytest.mark.parametrize("group", [0, *(pytest.param(group, marks=NIGHTLY) for group in range(1, 6))])
-def test_random_jobs_with_crashes_and_respawns(group: int) -> None:
-    report = Explorer().at_random(SEEDS, seed=FIRST_SEED + group * SEEDS)
+@pytest.mark.parametrize("count", SEEDS)
+def test_random_jobs_with_crashes_and_respawns(count: int) -> None:
+    report = Explorer().at_random(count, seed=FIRST_SEED)
     assert report.failure is None, report.failure
-    assert report.schedules == SEEDS
+    assert report.schedules == count
 
 
-def test_random_jobs_that_nobody_has_seen_before(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("count", SEEDS)
+def test_random_jobs_that_nobody_has_seen_before(count: int, capsys: pytest.CaptureFixture[str]) -> None:
     first = new_seed()
     with capsys.disabled():
-        print(f" seeds {first} to {first + SEEDS - 1} ", end="", flush=True)
-    report = Explorer().at_random(SEEDS, seed=first)
+        print(f" seeds {first} to {first + count - 1} ", end="", flush=True)
+    report = Explorer().at_random(count, seed=first)
     assert report.failure is None, f"explore --replay {report.seed}:\n{report.failure}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.nightly import at_night
 
 from ft_wrapper.exception import StoreError
 from ft_wrapper.protocol import Agreement, keys
@@ -14,18 +15,18 @@ from tests.explorer.explore import without_logging
 from tests.explorer.scenario import Scenario
 from tests.explorer.stranger import WithStranger
 
-FIRST, JOBS, A_TEST = 5_000_000, 400, 40
+FIRST = 5_000_000
 
 
-@pytest.mark.parametrize("first", range(FIRST, FIRST + JOBS, A_TEST))
-def test_the_job_does_as_without(first: int) -> None:
+@pytest.mark.parametrize("jobs", [30, *at_night("30 run always", [400])])
+def test_the_job_does_as_without(jobs: int) -> None:
     written = 0
-    for seed in range(first, first + A_TEST):
+    for seed in range(FIRST, FIRST + jobs):
         simulation = WithStranger(Scenario.random(seed), seed, policy=RandomPolicy(seed))
         with without_logging():
             simulation.run()
         written += simulation.written
-    assert written > 20 * A_TEST
+    assert written > 20 * jobs
 
 
 @pytest.mark.parametrize("forged", ["0:7:abc", "0:7:abc " + "0" * 32, "%", "", "\n"])

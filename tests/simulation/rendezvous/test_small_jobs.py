@@ -11,14 +11,14 @@ import random
 from collections.abc import Callable, Iterator
 
 import pytest
-from explored_nodes import CLOSE, CRASH, EXIT, FAILURE, LATE, SUSPECT, Job, drawn_job, run_jobs
+from explored_nodes import CLOSE, EXIT, LATE, SUSPECT, Job, drawn_job, run_jobs
 from support.nightly import at_night
 
-from ft_wrapper.rendezvous import moves, operations
+from ft_wrapper.rendezvous import moves
 from ft_wrapper.rendezvous.executor import Executor
 from ft_wrapper.rendezvous.keys import RECORD_KEY, version_key
-from ft_wrapper.rendezvous.operations import Action, Announced, Context
-from ft_wrapper.rendezvous.record import Admission, RendezvousRecord, RoundPolicy, Seat, digest
+from ft_wrapper.rendezvous.operations import Announced, Context
+from ft_wrapper.rendezvous.record import Admission, RendezvousRecord, Seat, digest
 from ft_wrapper.rendezvous.register import RecordRegister
 from ft_wrapper.testing import SchedulerError
 
@@ -63,57 +63,10 @@ def notes_its_entry_when_it_is_written(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Executor, "_announce", announce)
 
 
-def leaves_its_entry_behind(patch: pytest.MonkeyPatch) -> None:
-    def act(self: Executor, action: Action, context: Context) -> RendezvousRecord:
-        leaves = action in operations.REMOVAL.values()
-        return right(self, action, dataclasses.replace(context, announced=None) if leaves else context)
-
-    right = Executor._act
-    patch.setattr(Executor, "_act", act)
-
-
-def believes_that_it_has_left(patch: pytest.MonkeyPatch) -> None:
-    """Another node has taken its entry into the record and deleted the log, since it read the record."""
-
-    def act(self: Executor, action: Action, context: Context) -> RendezvousRecord:
-        if action not in operations.REMOVAL.values():
-            return right(self, action, context)
-        record = context.record
-        entries = self.register.admissions(record.epoch) if context.is_announced else []
-        after, _ = moves.remove_nodes(moves.fold(record, entries), [self.node])
-        if after == record:
-            self._announced = None
-            return record
-        record, won = self.register.replace(record, after)
-        if won:
-            self._announced = None
-        return record
-
-    right = Executor._act
-    patch.setattr(Executor, "_act", act)
-
-
-def takes_entries_again(patch: pytest.MonkeyPatch) -> None:
-    right = moves.fold
-    patch.setattr(
-        moves, "fold", lambda record, entries: right(dataclasses.replace(record, folded=0), entries)
-    )
-
-
 def takes_entries_though_all_is_over(patch: pytest.MonkeyPatch) -> None:
     def fold(record: RendezvousRecord, entries: list[Admission]) -> RendezvousRecord:
         after = right(dataclasses.replace(record, closed=False), entries)
         return dataclasses.replace(after, closed=record.closed)
-
-    right = moves.fold
-    patch.setattr(moves, "fold", fold)
-
-
-def is_not_final(patch: pytest.MonkeyPatch) -> None:
-    """Who takes the log into the record writes it as if it were not closed."""
-
-    def fold(record: RendezvousRecord, entries: list[Admission]) -> RendezvousRecord:
-        return right(dataclasses.replace(record, closed=False), entries)
 
     right = moves.fold
     patch.setattr(moves, "fold", fold)
@@ -133,30 +86,12 @@ def sets_instead_of_comparing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RecordRegister, "replace", replace)
 
 
-def takes_out_though_it_is_out_itself(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(moves, "may_evict", lambda record, node, silent: not record.closed)
-
-
 def takes_out_though_it_is_a_spare(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(moves, "may_evict", lambda record, node, silent: record.place_of(node) is not None)
 
 
-def spares_never_take_out(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(moves, "may_evict", lambda record, node, silent: record.seat_of(node) is not None)
-
-
 def takes_a_seat_that_is_taken(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Seat, "fits", lambda self, node: self.nproc == node.nproc)
-
-
-def begins_a_round_while_the_last_one_is_on(patch: pytest.MonkeyPatch) -> None:
-    def begins(record: RendezvousRecord) -> RendezvousRecord:
-        if record.policy is not RoundPolicy.RANK and record.complete and record.waiting:
-            record = moves._begin_round(record)
-        return right(record)
-
-    right = moves.normalize
-    patch.setattr(moves, "normalize", begins)
 
 
 def gives_ranks_by_order_only(patch: pytest.MonkeyPatch) -> None:
@@ -174,34 +109,13 @@ def gives_ranks_by_order_only(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(moves, "complete_round", complete)
 
 
-def waits_for_others_to_take_the_log(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(operations, "is_due", lambda context: False)
-
-
-def lets_more_in_than_there_may_be(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(RendezvousRecord, "is_full", property(lambda self: False))
-
-
 MISTAKES: list[tuple[Patch, Job, str]] = [
     (notes_its_entry_when_it_is_written, Job(2, 1, 2, happenings=(EXIT,)), "in the record are"),
-    (leaves_its_entry_behind, Job(2, 1, 2, happenings=(EXIT,)), "in the record are"),
-    (believes_that_it_has_left, Job(2, 1, 1, happenings=(EXIT,), most=2), "are left in the record"),
-    (takes_entries_again, Job(2, 1, 2, happenings=(EXIT, FAILURE), most=2), "lost its seat|record are"),
     (takes_entries_though_all_is_over, Job(2, 1, 2, happenings=(CLOSE, EXIT), most=2), "closed"),
-    (is_not_final, Job(2, 1, 2, happenings=(CLOSE, EXIT), most=2), "closed is final"),
     (sets_instead_of_comparing, Job(2, 1, 2, happenings=()), "version"),
-    (takes_out_though_it_is_out_itself, Job(2, 1, 2, happenings=(SUSPECT,), most=2), "is out itself"),
     (takes_out_though_it_is_a_spare, Job(3, 1, 2, True, (SUSPECT,)), "has no seat"),
-    (spares_never_take_out, Job(2, 1, 1, True, (CRASH,)), "in the record are"),
     (takes_a_seat_that_is_taken, Job(1, 1, 2, True, (LATE,)), "lost its seat"),
-    (begins_a_round_while_the_last_one_is_on, Job(1, 1, 2, happenings=(LATE,)), "lost its seat"),
     (gives_ranks_by_order_only, Job(2, 2, 2, happenings=()), "group ranks"),
-    (
-        waits_for_others_to_take_the_log,
-        Job(2, 2, 2, happenings=()),
-        "more than .* steps",
-    ),
-    (lets_more_in_than_there_may_be, Job(2, 1, 1, happenings=()), "more nodes"),
 ]
 
 

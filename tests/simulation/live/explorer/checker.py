@@ -69,7 +69,6 @@ class Checker:
         views: see the module.
         prepared: which ranks were prepared, by iteration and step.
         recoveries: how many there were, by rung.
-        between: see `Report`.
     """
 
     def __init__(self, world: World) -> None:
@@ -82,15 +81,6 @@ class Checker:
         self.is_sealed = False
         self.is_recoverable = self.swaps = False
         self.recoveries: Counter[str] = Counter()
-        self.between = 0
-
-    def key(self) -> tuple[Any, ...]:
-        """Everything about it, for the search."""
-        prepared = frozenset((key, frozenset(ranks)) for key, ranks in self.prepared.items())
-        return (
-            tuple(self.views), prepared, self.is_sealed, self.is_recoverable,
-            tuple(sorted(self.said.items())), tuple(sorted(self.finishers.items(), key=lambda item: item[0])),
-        )  # fmt: skip
 
     @property
     def is_sealing(self) -> bool:
@@ -196,15 +186,8 @@ class Checker:
             raise Violation("; or ".join(map(str, complaints)) + f"; plan {plan}")
         self.is_recoverable = plan.rung is Rung.PEERS
         moves = {one.receiver for one in plan.routes if self.said[one.receiver].shard is not None}
-        self.swaps = bool(moves - plan.void) and not self.world.job.strict_swaps
+        self.swaps = bool(moves - plan.void)
         self.recoveries[plan.rung.name] += 1
-        if plan.rung is not Rung.PEERS:
-            accepted = [view for view, complaint in zip(self.views, complaints, strict=True) if not complaint]
-            needs = self.world.job.shards
-            self.between += all(self._holders(shard, view) for view in accepted for shard in needs)
-
-    def _holders(self, shard: str, view: View) -> list[int]:
-        return [r for r, one in self.said.items() if one.shard == shard and view.top in one.recoveries]
 
     def _complaint(self, plan: Plan, view: View) -> str | None:
         """What is wrong with a plan in a view."""

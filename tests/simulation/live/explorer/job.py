@@ -53,7 +53,7 @@ class State:
         return Value(self.base, self.gradients, self.buffers)
 
     def key(self) -> tuple[Any, ...]:
-        """Everything about it, for the search."""
+        """Everything about it, for messages."""
         return self.shard, self.base, self.gradients, self.buffers, self.gradient
 
 
@@ -71,8 +71,6 @@ class Job:
         save_every: a checkpoint after so many steps; 0: never.
         copy_every: buddies' copies after so many steps; 0: never.
         calls: how many wrapped calls follow each other in the same processes.
-        strict_swaps: whether L6 must hold behind the seal, too, where survivors take each other's shards. It
-            does not: each gives its own up for the one it has received, one after the other.
         late_writes: whether the register may be written late, by a rank that was left out.
         compares: whether the write is a ``compare_set`` on what rank 0 has read: then it does no harm.
     """
@@ -86,7 +84,6 @@ class Job:
     save_every: int = 0
     copy_every: int = 0
     calls: int = 1
-    strict_swaps: bool = False
     late_writes: bool = False
     compares: bool = False
 
@@ -99,4 +96,4 @@ JOBS = {
     "buddies": Job(("A", "B"), spares=1, steps=5, faults=5, copy_every=2),
     "calls": Job(("A", "A"), spares=1, steps=1, calls=2),
 }
-"""By name, as on the command line."""
+"""By name."""

@@ -55,8 +55,6 @@ class Member(Performer):
     Attributes:
         at: before which effect, or in which collective it is.
         waiting: says whether what it waits for is there; None if it waits for nothing.
-        heard: digest of what it was told in this iteration, for the search: with what it had and the number
-            of points it says where the code is.
         is_recovering: until its recovery is sealed.
         before: where it could stand as its atomic block began.
         has_read: what it has read of the register.
@@ -71,8 +69,6 @@ class Member(Performer):
         self.at = ""
         self.waiting: Callable[[], bool] | None = None
         self.counts: dict[frozenset[int] | None, int] = {}
-        self.points = 0
-        self.heard: Any = None
         self.is_atomic = self.is_aborted = self.is_dead = self.has_left = False
         self.is_recovering = True
         self.before: frozenset[Any] = frozenset()
@@ -88,11 +84,6 @@ class Member(Performer):
         """What it has in memory."""
         state: State = self.kept.objects
         return state
-
-    def key(self) -> tuple[Any, ...]:
-        """Everything about it, for the search."""
-        flags = self.is_atomic, self.is_aborted, self.is_dead, self.has_left
-        return self.process.key(), self.at, self.points, self.heard, flags
 
     # ---- running
 
@@ -124,7 +115,6 @@ class Member(Performer):
     def point(self, what: str) -> None:
         """Lets the world decide what happens before this member's next effect."""
         self.at = what
-        self.points += 1
         self.world.hub.switch()
 
     def wait(self, what: str, is_there: Callable[[], bool]) -> None:
@@ -133,11 +123,6 @@ class Member(Performer):
             self.waiting = is_there
             self.world.ready.remove(self)
             self.point(what)
-            self.points -= 1  # who did not have to wait is at the same place
-
-    def hear(self, what: Any) -> None:
-        """Notes what it was told."""
-        self.heard = hash((self.heard, what))
 
     def meet(
         self, what: str, value: Any = None, group: frozenset[int] | None = None, root: int | None = None
@@ -181,7 +166,6 @@ class Member(Performer):
         meeting = self.meet("share", state.buffers, root=0)
         if not self.is_aborted:
             _, step, _ = shared = meeting.values[0]
-            self.hear(shared)
             state.buffers = step + 1 if isinstance(step, int) else shared
 
     def vote(self, step: int) -> None:
@@ -251,7 +235,6 @@ class Member(Performer):
         meeting = self.meet("gather", (mine, register))
         said = [meeting.values[rank][0] for rank in range(self.world.size)]
         register = meeting.values[0][1]
-        self.hear((tuple(said), register))
         self.world.checker.planned(said, register)
         return said, register
 
@@ -259,7 +242,6 @@ class Member(Performer):
         """Active rank 0 reads it."""
         self.point("reads the register")
         self.has_read = self.world.register
-        self.hear(self.has_read)
         return self.has_read
 
     def copies(self) -> tuple[Copy, ...]:
@@ -317,7 +299,6 @@ class Member(Performer):
             if sender.has_left:
                 raise Interrupted  # its connection is closed
             parts.append(source(sender))
-            self.hear(parts[-1])
             world.confirmed.add((self.rank, holder))
             world.wake()
         mine = {(one.receiver, self.rank) for one in plan.routes if self.rank in one.holders}
@@ -360,7 +341,6 @@ class Member(Performer):
         """See `Performer`."""
         self.point("restores")
         state, saved = self.state, self.world.checkpoint
-        self.hear(saved)
         self.process.recoveries = frozenset()
         if saved is not None:
             state.base, state.buffers, state.gradients = saved.base, saved.buffers, saved.gradients

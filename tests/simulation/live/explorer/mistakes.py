@@ -22,7 +22,7 @@ class Mistake:
     """A mistake.
 
     Args:
-        name: what it is called on the command line.
+        name: what it is called.
         job: the name of the one that shows it.
         course, member, plan: what is put in the place of the right one.
         forgets_between_calls: whether what is kept belongs to the wrapped call.
@@ -399,4 +399,3 @@ MISTAKES = [
     Mistake("ready-outlives", "fsdp", ReadyOutlives),
     Mistake("copies-of-any-history", "buddies", plan=copies_of_any_history),
 ]
-BY_NAME = {one.name: one for one in (NONE, *MISTAKES)}

@@ -1,16 +1,15 @@
-"""Searches: many schedules at random, or all of a small job."""
+"""Many schedules of a job, drawn at random."""
 
 from __future__ import annotations
 
 import dataclasses
 import random
-import time
 from collections import Counter
 from collections.abc import Iterable
 
 from .job import Job
 from .mistakes import NONE, Mistake
-from .world import CUT, GO, INTERRUPT, KILL, KILL_SPARE, LATE, RAISE, Action, Policy, Violation, World
+from .world import CUT, GO, INTERRUPT, KILL, KILL_SPARE, LATE, RAISE, Action, Violation, World
 
 FAULTS = frozenset({RAISE, KILL, CUT, KILL_SPARE, LATE})
 LEAVES = frozenset({INTERRUPT, CUT})
@@ -92,7 +91,6 @@ class Failure:
     Args:
         what: which, and how.
         seed: of a random schedule.
-        choices: of one of a search through all.
         events: how many there were.
         trace: the last of them.
     """
@@ -100,7 +98,6 @@ class Failure:
     what: str
     events: int
     seed: int | None = None
-    choices: tuple[int, ...] = ()
     trace: list[str] = dataclasses.field(default_factory=list)
 
 
@@ -110,63 +107,25 @@ class Report:
 
     Args:
         schedules: how many were run.
-        events: how many things happened in them.
-        seconds: of one processor that it took.
         recoveries: how many there were, by rung.
-        between: how many went down the ladder although each shard had a holder that counts: at different
-            steps, one of them a spare while others rolled forward.
         faults: how many were injected.
-        states: how many different ones a search through all has been in.
-        is_complete: whether it was through all.
         failure: the first one.
     """
 
     schedules: int = 0
-    events: int = 0
-    seconds: float = 0.0
     recoveries: Counter[str] = dataclasses.field(default_factory=Counter)
-    between: int = 0
     faults: int = 0
-    states: int = 0
-    is_complete: bool = True
     failure: Failure | None = None
 
     def add(self, world: World) -> None:
         """Adds a run."""
         self.schedules += 1
-        self.events += world.events
         self.recoveries.update(world.checker.recoveries)
-        self.between += world.checker.between
         self.faults += world.job.faults - world.faults
-
-    def figures(self) -> str:
-        """In a line."""
-        rungs = ", ".join(f"{count:,} {rung}" for rung, count in sorted(self.recoveries.items()))
-        states = f"{self.states:,} states, " if self.states else ""
-        return (
-            f"{self.schedules:,} schedules, {states}{self.events:,} events, {self.faults:,} faults in "
-            f"{self.seconds:.1f} s of a processor ({self.events / self.seconds:,.0f} events a second); "
-            f"recoveries: {rungs}; {self.between} between two steps"
-        )
-
-
-def together(reports: Iterable[Report]) -> Report:
-    """The sum of several."""
-    total = Report()
-    for report in reports:
-        total.schedules += report.schedules
-        total.events += report.events
-        total.recoveries += report.recoveries
-        total.between += report.between
-        total.faults += report.faults
-        total.seconds += report.seconds
-        total.failure = total.failure or report.failure
-    return total
 
 
 def at_random(job: Job, seeds: Iterable[int], mistake: Mistake = NONE) -> Report:
     """Runs the schedules of so many seeds, until one fails."""
-    began = time.process_time()
     report = Report()
     with mistake.put_in():
         for seed in seeds:
@@ -180,7 +139,6 @@ def at_random(job: Job, seeds: Iterable[int], mistake: Mistake = NONE) -> Report
                 failure.trace = again.trace or []
                 report.failure = failure
                 break
-    report.seconds = time.process_time() - began
     return report
 
 
@@ -190,91 +148,3 @@ def _run(world: World) -> Failure | None:
     except Violation as violation:
         return Failure(str(violation), world.events)
     return None
-
-
-class _Seen(Exception):
-    """All that follows from here was tried."""
-
-
-class _Replay:
-    """Repeats choices, then takes the first one each time, until it comes to a state that was seen."""
-
-    def __init__(self, choices: list[int], seen: set[int], *, from_start: bool) -> None:
-        self._is_quiet = not from_start
-        self.choices = choices
-        self.counts: list[int] = []
-        self._seen = seen
-
-    def next(self, world: World) -> Action | None:
-        """See `Policy`."""
-        actions = world.actions()
-        if not actions:
-            return None
-        if self._is_quiet:
-            self._is_quiet = world.register.sealed < 0
-            return actions[0]
-        if len(self.counts) >= len(self.choices):
-            key = world.key()
-            if key in self._seen:
-                raise _Seen
-            self._seen.add(key)
-        return actions[self._choose(len(actions))]
-
-    def pick(self, what: str, count: int) -> int:
-        """See `Policy`."""
-        return self._choose(count)
-
-    def _choose(self, count: int) -> int:
-        at = len(self.counts)
-        self.counts.append(count)
-        if at == len(self.choices):
-            self.choices.append(0)
-        return self.choices[at]
-
-
-def exhaustively(
-    job: Job, mistake: Mistake = NONE, *, most_seconds: float = 600.0, from_start: bool = False
-) -> Report:
-    """Runs all schedules of a job: each way on from each state, once.
-
-    Args:
-        job: which.
-        mistake: is put into the code.
-        most_seconds: of a processor that it may take.
-        from_start: also those of the first recovery; otherwise all begin when that has just been sealed.
-    """
-    began = time.process_time()
-    report = Report()
-    seen: set[int] = set()
-    choices: list[int] = []
-    with mistake.put_in():
-        while report.failure is None:
-            policy = _Replay(choices, seen, from_start=from_start)
-            world = World(job, policy, mistake)
-            try:
-                report.failure = _run(world)
-            except _Seen:
-                pass
-            report.add(world)
-            if report.failure is not None:
-                report.failure.choices = tuple(choices)
-                report.failure.trace = retrace(job, mistake, choices, from_start=from_start)
-            while choices and choices[-1] + 1 >= policy.counts[len(choices) - 1]:
-                choices.pop()
-            if not choices:
-                break
-            choices[-1] += 1
-            if time.process_time() - began > most_seconds:
-                report.is_complete = False
-                break
-    report.states = len(seen)
-    report.seconds = time.process_time() - began
-    return report
-
-
-def retrace(job: Job, mistake: Mistake, choices: list[int], *, from_start: bool) -> list[str]:
-    """What happened with these choices."""
-    policy: Policy = _Replay(list(choices), set(), from_start=from_start)
-    world = World(job, policy, mistake, traces=True)
-    _run(world)
-    return world.trace or []

@@ -112,23 +112,6 @@ class Process:
         """Whether it has nothing, like a new one."""
         return self.kept.objects is None and not self.copies
 
-    def key(self) -> tuple[Any, ...]:
-        """Everything about it, for the search."""
-        kept = self.kept
-        state = None if kept.objects is None else kept.objects.key()
-        copies = tuple((one.shard, one.value, one.origins) for one in self.copies)
-        return (
-            self.number,
-            state,
-            kept.held,
-            kept.arguments,
-            kept.newest,
-            kept.saved,
-            copies,
-            self.recoveries,
-            self.since,
-        )
-
 
 class Meeting:
     """A collective of an iteration. Who has entered it has entered it for good."""
@@ -380,26 +363,6 @@ class World:
             process.copies = []
             process.recoveries = frozenset()
         self.checker.next_call()
-
-    # ---- the search
-
-    def key(self) -> int:
-        """A fingerprint of all there is: two worlds with the same go on in the same ways."""
-        meetings = tuple(
-            (str(key), tuple(sorted(one.values))) for key, one in sorted(self.meetings.items(), key=str)
-        )
-        return hash(
-            (
-                tuple(member.key() for member in self.members),
-                tuple(member in self.ready for member in self.members),
-                tuple(process.key() for process in self.pool),
-                meetings,
-                frozenset(self.confirmed),
-                (self.register, self.checkpoint, self.late, self.n, self.is_ending),
-                (self.faults, self.demotions, self.calls),
-                self.checker.key(),
-            )
-        )
 
 
 CUTTABLE = frozenset({"in reduce", "in share"})
