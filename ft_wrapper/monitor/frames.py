@@ -28,7 +28,6 @@ from typing import Any, NamedTuple, cast
 
 import psutil
 
-from ..exception import RankShouldRestart
 from .shared_memory import RankMemory
 from .signals import free_signal
 
@@ -273,27 +272,6 @@ def is_own(frame: FrameType) -> bool:
     """Whether a frame runs code of this package."""
     module: str = frame.f_globals.get("__name__", "")
     return module.partition(".")[0] == __name__.partition(".")[0]
-
-
-@contextlib.contextmanager
-def interruptions_unreported() -> Iterator[None]:
-    """Silences Python's "Exception ignored in" for ``RankShouldRestart``, in the block.
-
-    Python ignores an interruption raised in a destructor or in a callback of the collector. The interruption
-    is raised again outside, so the message would only alarm.
-    """
-    report = sys.unraisablehook
-
-    def unraisable_hook(unraisable: "sys.UnraisableHookArgs") -> None:  # `safe_points` knows this name
-        if not issubclass(unraisable.exc_type, RankShouldRestart):
-            report(unraisable)
-
-    sys.unraisablehook = unraisable_hook
-    try:
-        yield
-    finally:
-        if sys.unraisablehook is unraisable_hook:
-            sys.unraisablehook = report
 
 
 def forget_frames(error: BaseException) -> None:

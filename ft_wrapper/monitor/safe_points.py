@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 # Unsafe as a whole, and quickly done: the protocols; what threading.Condition calls between releasing its
 # lock and waiting, and back; what ExitStack does between entering a context and noting how to leave it.
 _PROTOCOLS = frozenset(["__enter__", "__exit__", "__aenter__", "__aexit__", "close", "aclose"])
-_SWALLOW = frozenset(["__del__", "unraisable_hook"])  # Python ignores what is raised inside
+_SWALLOW = frozenset(["__del__"])  # Python ignores what is raised inside
 _HALF_WAY = frozenset(["_release_save", "_acquire_restore", "enter_context", "enter_async_context"])
 _LOGGING = os.path.dirname(logging.info.__code__.co_filename)
 _IMPORT = "<frozen importlib"
@@ -48,7 +48,7 @@ class Obstacle(NamedTuple):
     Args:
         frames: the frames at an unsafe point, the outermost last.
         for_good: whether no wait makes it safe: an import, or torch's C++ between the frames.
-        finalizer: the outermost ``__del__`` or ``sys.unraisablehook``: Python swallows what is raised inside.
+        finalizer: the outermost ``__del__``: Python swallows what is raised inside.
     """
 
     frames: tuple[FrameType, ...]

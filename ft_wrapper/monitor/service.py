@@ -38,7 +38,7 @@ CLOSE_TIMEOUT = 5.0  # seconds at the agent's end to report the last deaths to o
 _HELLO_TIMEOUT = 10.0  # seconds from a connection to its hello
 # Seconds until `add`: a process may say hello before the agent has noted its start.
 _KNOWN_WITHIN = 5.0
-_PAUSE = 1.0  # seconds between two tries while no descriptor or thread is free
+_PAUSE = 1.0  # seconds between two tries while no descriptor is free
 
 
 class _Refused(Exception):
@@ -223,12 +223,7 @@ class MonitorService:
             )
             with self._changed:
                 self._attended[thread] = attended
-            try:
-                thread.start()
-            except RuntimeError as error:
-                log.warning("cannot start a rank's monitor; the rank forks one: %s", error)
-                self._forget(thread, line)
-                self._pause()
+            thread.start()
 
     def _pause(self) -> None:
         with self._changed:

@@ -211,13 +211,8 @@ class CollectivePosition:
         """Whether it waited for all ranks of a group."""
         return bool(self.group) and self.operation not in _POINT_TO_POINT
 
-    def number_in(self, group: str) -> int | None:
-        """How many operations the rank had begun in a group; None if that is not known."""
-        return next((count.number for count in self.counts if count.group == group), None)
-
     def __str__(self) -> str:
-        number = self.number_in(self.group)
-        which = "" if number is None else f" #{number}"
+        which = "".join(f" #{count.number}" for count in self.counts if count.group == self.group)
         return f"{self.operation}{which} of group {self.group}" if self.group else self.operation
 
 

@@ -191,7 +191,6 @@ class Resources:
 
     def _hold_process(self, owned: contextlib.ExitStack) -> None:
         """What the call changes in its process, and puts back."""
-        owned.enter_context(frames.interruptions_unreported())
         self.signals = KeptHandlers()
         owned.callback(self.signals.forget)
         owned.callback(self.signals.release)  # once all is closed: the monitor's end is a signal, too

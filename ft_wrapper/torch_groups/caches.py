@@ -18,7 +18,6 @@ import contextlib
 import gc
 import logging
 import sys
-import time
 import types
 import weakref
 from collections.abc import Callable
@@ -29,7 +28,6 @@ import torch
 log = logging.getLogger(__name__)
 
 _KNOWN = (2, 13)
-_SLOW_COLLECTION = 1.0  # seconds
 _KILL_PATIENCE = 5.0  # seconds for a process to end after SIGKILL
 
 _warned: set[str] = set()
@@ -104,20 +102,10 @@ def collect_garbage(when: str) -> None:
     """
     if (when == "call" and _frozen) or (when == "warm-up" and when in _frozen):
         return
-    began = time.monotonic()
     if _frozen_modules and any(each() is not None for each in _frozen_modules) and _modules():
         gc.unfreeze()
         _frozen.discard(when)
     gc.collect()
-    seconds = time.monotonic() - began
-    if when == "restart" and seconds > _SLOW_COLLECTION and "collection" not in _warned:
-        _warned.add("collection")
-        words = (
-            "collecting garbage took %.1f s of this restart: there are %d objects. Import at the top of the "
-            "script, and make what is large there: what is there before the call is not looked at. "
-            "collect_garbage=False leaves it to Python; see docs/usage.md, 'What torch keeps'"
-        )
-        log.warning(words, seconds, len(gc.get_objects()))
     if when not in _frozen:
         _frozen_modules.extend(map(weakref.ref, _modules()))
         gc.freeze()

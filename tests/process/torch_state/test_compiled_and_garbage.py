@@ -141,30 +141,6 @@ def test_a_model_that_was_frozen_is_freed_once_another_one_is_there(uncollected:
     del model
 
 
-def test_a_slow_collection_is_said_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(caches, "_SLOW_COLLECTION", -1.0)
-    caches.collect_garbage("call")  # before the function, where it costs no restart time
-    assert not caplog.records
-    objects = [[] for _ in range(5000)]  # type: ignore[var-annotated]
-    caches.collect_garbage("restart")
-    caches.collect_garbage("restart")
-    (record,) = caplog.records
-    message = record.getMessage()
-    assert "Import at the top of the script" in message and "docs/usage.md, 'What torch keeps'" in message
-    count = int(message.partition("there are ")[2].partition(" objects")[0])
-    assert len(objects) <= count < 10_000_000
-
-
-def test_a_quick_collection_is_not_said(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(caches, "_SLOW_COLLECTION", 1e6)
-    caches.collect_garbage("restart")
-    assert not caplog.records
-
-
 # ---- the process of async_save
 
 
