@@ -16,7 +16,6 @@ from rank_harness import Rank
 from ft_wrapper import CallWrapper, FrozenState, Wrapper
 from ft_wrapper.abort import AbortTorchDistributed
 from ft_wrapper.compose import Compose
-from ft_wrapper.initialize import Initialize
 from ft_wrapper.monitor import rank_monitor
 from ft_wrapper.protocol import global_iteration, membership
 from ft_wrapper.protocol.global_iteration import GlobalIteration
@@ -196,18 +195,6 @@ def trains_though_a_monitor_dies(rank: Rank, k: int, folder: str) -> int | None:
 # ---- the spare
 
 
-class SaysReady(Initialize):
-    """Says that the rank is about to wait."""
-
-    def __init__(self, rank: Rank) -> None:
-        self.rank = rank
-
-    def __call__(self, state: FrozenState) -> FrozenState:
-        """Says so."""
-        self.rank.say("ready", n=state.iteration)
-        return state
-
-
 def trains_with_a_lost_spare(rank: Rank, faults: str, folder: str) -> int | None:
     """All active ranks wait at step 2 of the first iteration until the test has done away with the spare."""
 
@@ -220,7 +207,7 @@ def trains_with_a_lost_spare(rank: Rank, faults: str, folder: str) -> int | None
 
     trainer = Waits(rank, faults, folder)
 
-    @Wrapper(**trainer.settings(initialize=SaysReady(rank)))
+    @Wrapper(**trainer.settings(initialize=lambda state: rank.say("ready", n=state.iteration)))
     def train(call: CallWrapper) -> int:
         return trainer.train(call)
 

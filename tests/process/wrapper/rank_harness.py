@@ -30,8 +30,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ft_wrapper import FrozenState, Limits
-from ft_wrapper.finalize import Finalize
+from ft_wrapper import Limits
 from ft_wrapper.store import StoreMixin, TCPStore, TCPStoreServer
 from ft_wrapper.store.address import EtcdAddress
 from ft_wrapper.store.plan import connect_etcd
@@ -155,18 +154,6 @@ class Rank:
         """Makes progress for ever."""
         while True:
             time.sleep(0.02)
-
-
-class SaysWhenItHasLeft(Finalize):
-    """A plug-in: the rank has left the function."""
-
-    def __init__(self, rank: Rank) -> None:
-        self.rank = rank
-
-    def __call__(self, state: FrozenState) -> FrozenState:
-        """Says so."""
-        self.rank.say("left")
-        return state
 
 
 @dataclasses.dataclass

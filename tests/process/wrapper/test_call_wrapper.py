@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import threading
 import time
 from datetime import timedelta
@@ -16,25 +15,14 @@ import torch.distributed as dist
 from rank_harness import SETTINGS, Job, Rank
 
 from ft_wrapper import CallWrapper, Wrapper
-from ft_wrapper.finalize import Finalize
-from ft_wrapper.state import FrozenState
-from ft_wrapper.store import TCPStore, TCPStoreServer
+from ft_wrapper.store import TCPStoreServer
 from ft_wrapper.testing.etcd_server import free_port
 
 # ---- atomic
 
 
-class SaysWhenItHasLeft(Finalize):
-    def __init__(self, rank: Rank) -> None:
-        self.rank = rank
-
-    def __call__(self, state: FrozenState) -> FrozenState:
-        self.rank.say("left")
-        return state
-
-
 def is_atomic(rank: Rank, fails: bool) -> Any:
-    settings = {**SETTINGS, "finalize": SaysWhenItHasLeft(rank)}
+    settings = {**SETTINGS, "finalize": lambda state: rank.say("left")}
 
     @Wrapper(**settings)
     def train(call_wrapper: CallWrapper) -> int:
@@ -76,15 +64,15 @@ def test_atomic_is_not_interrupted_half_way(job: Job, fails: bool) -> None:
 
 
 def is_unprotected(rank: Rank) -> Any:
-    settings = {**SETTINGS, "soft_timeout": 2.5, "hard_timeout": 4.0}
+    settings = {**SETTINGS, "soft_timeout": 1.5, "hard_timeout": 2.0}
 
     @Wrapper(**settings)
     def train(call_wrapper: CallWrapper) -> int:
         if rank.slot == 0:
             with call_wrapper.disable_hang_protection(), call_wrapper.disable_hang_protection():
-                time.sleep(5.0)  # a hang, were it not announced
+                time.sleep(3.0)  # a hang, were it not announced
             return call_wrapper.iteration
-        until = time.monotonic() + 5.0
+        until = time.monotonic() + 3.0
         while time.monotonic() < until:
             time.sleep(0.02)
         return call_wrapper.iteration
@@ -98,7 +86,7 @@ def test_hang_protection_can_be_suspended(job: Job) -> None:
 
 
 def stops_pinging(rank: Rank) -> Any:
-    settings = {**SETTINGS, "soft_timeout": 2.5}
+    settings = {**SETTINGS, "soft_timeout": 1.5}
 
     @Wrapper(**settings)
     def train(call_wrapper: CallWrapper) -> list[Any]:
@@ -106,7 +94,7 @@ def stops_pinging(rank: Rank) -> Any:
             call_wrapper.ping()
             rank.train()  # runs bytecode, but makes no progress of its own
         if call_wrapper.iteration == 1:
-            until = time.monotonic() + 5.0
+            until = time.monotonic() + 3.0
             while time.monotonic() < until:
                 call_wrapper.ping()
                 time.sleep(0.02)
@@ -148,8 +136,7 @@ def counts(rank: Rank, rejoin: bool) -> Any:
     return [seen, kinds]
 
 
-@pytest.mark.parametrize("rejoin", [False, True])
-@pytest.mark.parametrize("announced", [False, True])
+@pytest.mark.parametrize(("rejoin", "announced"), [(True, False), (True, True), (False, True)])
 def test_the_numbers_of_the_iterations(job: Job, rejoin: bool, announced: bool) -> None:
     with contextlib.ExitStack() as owned:
         env = {}
@@ -178,40 +165,25 @@ def is_called_again_by_the_survivors(rank: Rank) -> Any:
     return [train(1), train(-1), train(0), train(-1)]
 
 
-@pytest.mark.parametrize("announced", [False, True])
-def test_calls_follow_each_other_without_the_lost_ranks(job: Job, announced: bool) -> None:
-    with contextlib.ExitStack() as owned:
-        env = {}
-        if announced:
-            _, env["FT_WRAPPER_STORE"] = owned.enter_context(job.announced_store())
-        job.start(4, is_called_again_by_the_survivors, env=env)
-        job.wait_for_end()
+def test_calls_follow_each_other_without_the_lost_ranks(job: Job) -> None:
+    job.start(4, is_called_again_by_the_survivors)
+    job.wait_for_end()
     for rank, slot in enumerate((2, 3)):
         assert job[slot].value == [[1, rank + 1, 3], [0, rank + 1, 3], [1, rank, 2], [0, rank, 2]]
 
 
-def keeps_a_key(rank: Rank) -> Any:
-    store = TCPStore(os.environ["STORE_HOST"], int(os.environ["STORE_PORT"]))
-    assert store.add("users own", 1) == 1
-    store.close()
-
-    @Wrapper(**SETTINGS, store_kwargs={"host_name": "127.0.0.1", "port": int(os.environ["OWN_PORT"])})
+def hosts_its_store(rank: Rank, port: int) -> Any:
+    @Wrapper(**SETTINGS, store_kwargs={"host_name": "127.0.0.1", "port": port})
     def train(call_wrapper: CallWrapper) -> int:
         return call_wrapper.iteration
 
     return train()
 
 
-@pytest.mark.tcp_only("no one hosts another store")
 def test_the_store_of_store_kwargs_is_hosted_where_they_say(job: Job) -> None:
-    server = TCPStoreServer(0)
     port = free_port(consecutive=2)
-    env = {"STORE_HOST": "127.0.0.1", "STORE_PORT": str(server.port), "OWN_PORT": str(port)}
-    job.start(1, keeps_a_key, env={**env, "MASTER_PORT": None, "MASTER_ADDR": None})
-    try:
-        assert job.wait() == [0]
-    finally:
-        server.close()
+    job.start(1, hosts_its_store, port, env={"MASTER_PORT": None, "MASTER_ADDR": None})
+    assert job.wait() == [0]
 
 
 def uses_a_store(rank: Rank, **settings: Any) -> Any:
@@ -222,41 +194,30 @@ def uses_a_store(rank: Rank, **settings: Any) -> Any:
     return train()
 
 
-@pytest.mark.tcp_only("etcd is never hosted by a rank")
-@pytest.mark.parametrize("rejoin", [False, True])
-def test_no_rank_waits_for_the_end_of_a_store_that_is_not_the_jobs(job: Job, rejoin: bool) -> None:
+def test_no_rank_waits_for_the_end_of_a_store_that_is_not_the_jobs(job: Job) -> None:
     server = TCPStoreServer(0, "127.0.0.1")
     kwargs = {"host_name": "127.0.0.1", "port": server.port}
     try:
-        job.start(2, uses_a_store, store_kwargs=kwargs, rejoin=rejoin)
+        job.start(2, uses_a_store, store_kwargs=kwargs)
         assert job.wait() == [0, 0]  # long before completion_timeout
     finally:
         server.close()
 
 
-@pytest.mark.tcp_only("etcd is never hosted by a rank")
-@pytest.mark.parametrize("stranger", ["not a store", "another job's store"])
-def test_a_port_that_a_stranger_has_is_named(job: Job, stranger: str) -> None:
-    with contextlib.ExitStack() as owned:
-        if stranger == "not a store":
-            job.port = owned.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] - 1
-        else:
-            server = TCPStoreServer(0, "127.0.0.1")
-            owned.callback(server.close)
-            job.port = server.port - 1
+def test_a_port_that_another_jobs_store_has_is_named(job: Job) -> None:
+    with contextlib.closing(TCPStoreServer(0, "127.0.0.1")) as server:
+        job.port = server.port - 1
         job.start(1, uses_a_store, rejoin=True)
-        # torch's client waits for the stranger's first word until that hangs up, in a thread.
-        job.wait_for_end(leftovers=stranger != "not a store")
+        job.wait_for_end()
     assert job[0].error == "StoreError"
-    [message] = job[0].said("raised")
-    assert f"port {job.port + 1} cannot be used for the coordination store" in message["text"]
+    assert f"port {job.port + 1} cannot be used for the coordination store" in job[0].text
 
 
 # ---- outside the main thread
 
 
 def runs_in_a_thread(rank: Rank) -> Any:
-    settings = {**SETTINGS, "soft_timeout": 3.0, "hard_timeout": 6.0}
+    settings = {**SETTINGS, "soft_timeout": 1.5, "hard_timeout": 3.0}
     results: list[Any] = []
 
     @Wrapper(**settings)
@@ -269,7 +230,7 @@ def runs_in_a_thread(rank: Rank) -> Any:
                 raise ValueError
             rank.train()
         if n == 1:
-            until = time.monotonic() + 5.0
+            until = time.monotonic() + 3.0
             while time.monotonic() < until:  # longer than soft_timeout: the main thread only waits
                 time.sleep(0.02)
         return [n, threading.current_thread() is threading.main_thread()]
