@@ -1,36 +1,26 @@
-"""Random fault runs with real processes: do the buckets of the report add up, and are its numbers right?
+"""Fault runs with real processes, and what the report has to say of them.
 
-    python tests/process/goodput/goodput_runs.py --runs 20 --seed 1
-
-In each run, three ranks of four train through faults at random steps: exceptions, SIGKILLs (of which a new
-process comes back) and one hang. The wall time is measured here, from the start of ftrun to its end, and not
-taken from the events (but ftrun ends without Python's own last steps, as in daily tests). Steps done again
-are counted in what the ranks have noted beside the events. Ends with 1 if the buckets miss the wall time of
-all ranks by more than 1 %, or a number differs.
+The wall time is measured here, from the start of ftrun to its end, and not taken from the events (but ftrun
+ends without Python's own last steps, as in daily tests). Steps done again are counted in what the ranks have
+noted beside the events.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import random
 import subprocess
-import sys
-import tempfile
 import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from support import ends, warm_ftrun
+
+from ft_wrapper import events
+from ft_wrapper.report import Report, make_reports
+
 HERE = Path(__file__).resolve().parent
-if str(HERE.parents[1]) not in sys.path:
-    sys.path.insert(0, str(HERE.parents[1]))
-
-from support import ends, warm_ftrun  # noqa: E402
-
-from ft_wrapper import events  # noqa: E402
-from ft_wrapper.report import Report, make_reports  # noqa: E402
-
 TOLERANCE = 0.01
 LIMIT = 240.0
 """Seconds that a run may take."""
@@ -60,12 +50,6 @@ class Run:
     def wall(self) -> float:
         """Seconds from the start of ftrun to its end."""
         return self.ended - self.began
-
-    @property
-    def outside(self) -> tuple[float, float]:
-        """Seconds before the first event's moment and after the last one's."""
-        rows = self.report.time.rows
-        return min(row.begin for row in rows) - self.began, self.ended - max(row.end for row in rows)
 
     @property
     def miss(self) -> float:
@@ -145,37 +129,3 @@ def random_faults(seed: int, steps: int) -> str:
     chance.shuffle(kinds)
     at = sorted(chance.sample(range(1, steps - 1), len(kinds)))
     return ",".join(f"{kind}:{step}" for kind, step in zip(kinds, at, strict=True))
-
-
-def main() -> int:
-    """Runs jobs, and prints a line for each; returns the exit code."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--runs", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=1, help="of the first run")
-    parser.add_argument("--steps", type=int, default=800)
-    parser.add_argument("--folder", type=Path, help="where to keep the files (default: nowhere)")
-    args = parser.parse_args()
-    bad = 0
-    with tempfile.TemporaryDirectory() as temporary, warm_ftrun.warm():
-        for seed in range(args.seed, args.seed + args.runs):
-            folder = (args.folder or Path(temporary)) / str(seed)
-            run = run_job(
-                folder, random_faults(seed, args.steps), steps=args.steps, step_seconds=0.04, every=100
-            )
-            bad += bool(run.wrong)
-            time_ = run.report.time
-            print(
-                f"seed {seed}: {run.faults}; wall {run.wall:.2f} s, buckets {100 * run.miss:+.2f} % "
-                f"({1e3 * run.outside[0]:.0f} ms before, {1e3 * run.outside[1]:.0f} ms after all events); "
-                f"{time_.steps} steps, {time_.steps_again} again (noted {run.again}); "
-                f"useful {100 * time_.share('useful_steps'):.1f} %, "
-                f"again {100 * time_.share('wasted_progress'):.1f} %"
-                + "".join(f"; WRONG: {what}" for what in run.wrong),
-                flush=True,
-            )
-    print(f"{args.runs} runs, {bad} of them wrong")
-    return 1 if bad else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

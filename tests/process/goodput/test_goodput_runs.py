@@ -47,9 +47,9 @@ def test_a_job_that_tells_no_steps_says_so(tmp_path: Path) -> None:
     assert "the function told no steps, see call_wrapper.step(n)" in run.report.to_text()
 
 
-@pytest.mark.nightly("20 jobs of 45 s")
+@pytest.mark.nightly("jobs of 45 s; the numbers are held against what ranks note in a short one always")
 @pytest.mark.alone("beside others ftrun takes more than 1 % of that to start and to end")
-@pytest.mark.parametrize("seed", range(1, 21))
+@pytest.mark.parametrize("seed", [1, 2])
 def test_buckets_add_up_to_the_wall_time_through_random_faults(tmp_path: Path, seed: int) -> None:
     faults = random_faults(seed, 800)
     run = run_job(tmp_path / "job", faults, steps=800, step_seconds=0.04, every=100)

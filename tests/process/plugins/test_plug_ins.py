@@ -61,46 +61,42 @@ def function(argument: Any) -> Any:
     return argument
 
 
-RIGHT: dict[str, Callable[..., Any]] = {
-    "function": function,
-    "lambda": lambda argument: argument,
-    "any arguments": lambda *arguments: arguments[0],
-    "partial": functools.partial(Called().two, second=2),
-    "bound method": Called().method,
-    "static method": Called.static,
-    "object": Called(),
-    "built in": [].append,
-    "composed": Compose(function, Called()),
-    "composed of composed": Compose(Compose(function, Called().method), Compose(function)),
-    "composed by a tuple": Compose(Called().two, lambda argument: (argument, 1)),
-}
-WRONG: dict[str, Callable[..., Any]] = {
-    "no argument": lambda: None,
-    "two arguments": Called().two,
-    "a keyword without a default": lambda argument, *, more: argument,
-    "partial with too few": functools.partial(Called().two),
-    "object with two": type("Two", (), {"__call__": lambda self, first, second: first})(),
-    "composed": Compose(function, Called().two),
-    "composed of composed": Compose(function, Compose(function, lambda: None)),
-}
+RIGHT: list[Callable[..., Any]] = [
+    function,
+    lambda argument: argument,
+    lambda *arguments: arguments[0],
+    functools.partial(Called().two, second=2),
+    Called().method,
+    Called.static,
+    Called(),
+    [].append,
+    Compose(function, Called()),
+    Compose(Compose(function, Called().method), Compose(function)),
+    Compose(Called().two, lambda argument: (argument, 1)),  # a tuple is two arguments
+]
+WRONG: list[Callable[..., Any]] = [
+    lambda: None,
+    Called().two,
+    lambda argument, *, more: argument,
+    functools.partial(Called().two),
+    type("Two", (), {"__call__": lambda self, first, second: first})(),
+    Compose(function, Called().two),
+    Compose(function, Compose(function, lambda: None)),
+]
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
-@pytest.mark.parametrize("what", RIGHT)
-def test_any_callable_of_one_argument_may_be_a_plug_in(name: str, what: str) -> None:
-    arguments: dict[str, Any] = {name: RIGHT[what]}
-    assert getattr(Wrapper(**arguments), name) is RIGHT[what]
-
-
-@pytest.mark.parametrize("name", ARGUMENTS)
-@pytest.mark.parametrize("what", WRONG)
-def test_a_callable_of_other_arguments_is_named(name: str, what: str) -> None:
-    arguments: dict[str, Any] = {name: WRONG[what]}
-    with pytest.raises(TypeError) as caught:
-        Wrapper(**arguments)
-    text = str(caught.value)
-    assert text.startswith(f"{name}={WRONG[what]!r} must be None, a ft_wrapper.")
-    assert f"or a function of one argument, {ARGUMENTS[name]}: " in text
+def test_any_callable_of_one_argument_may_be_a_plug_in_and_others_are_named(name: str) -> None:
+    for right in RIGHT:
+        arguments: dict[str, Any] = {name: right}
+        assert getattr(Wrapper(**arguments), name) is right
+    for wrong in WRONG:
+        arguments = {name: wrong}
+        with pytest.raises(TypeError) as caught:
+            Wrapper(**arguments)
+        text = str(caught.value)
+        assert text.startswith(f"{name}={wrong!r} must be None, a ft_wrapper.")
+        assert f"or a function of one argument, {ARGUMENTS[name]}: " in text
 
 
 def test_a_part_that_is_a_plug_in_of_another_kind_is_named() -> None:
@@ -122,16 +118,24 @@ def test_a_function_composed_with_a_plug_in_is_given_the_state() -> None:
     assert seen == [state]
 
 
-def test_importing_them_starts_nothing() -> None:
-    script = """
-import multiprocessing, signal, threading, torch
-before = {s: signal.getsignal(s) for s in signal.valid_signals()}
+IMPORTS = """
+import multiprocessing, os, signal, sys, threading, torch
+handlers = {s: signal.getsignal(s) for s in signal.valid_signals()}
+environment = dict(os.environ)
 from ft_wrapper import (compose, completion, finalize, health_check, initialize, nested_restarter,
                         rank_assignment, terminate)
+from ft_wrapper.torch_groups.warm_up import import_lazy_modules
+import_lazy_modules()
+assert "torch._dynamo" in sys.modules
 assert threading.enumerate() == [threading.main_thread()], threading.enumerate()
 assert not multiprocessing.active_children()
-assert before == {s: signal.getsignal(s) for s in signal.valid_signals()}
+assert handlers == {s: signal.getsignal(s) for s in signal.valid_signals()}
+assert environment == dict(os.environ), environment.items() ^ os.environ.items()
 assert not torch.cuda.is_initialized()
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.nightly("a process that imports torch anew; all tests with jobs would see a thread")
+def test_imports_start_nothing_and_leave_the_environment_alone() -> None:
+    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
