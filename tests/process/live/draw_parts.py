@@ -16,8 +16,7 @@ import torch.distributed as dist
 import torch.nn.utils.prune
 from draw_cases import LATER, OVERFLOW, REST, STEPS, Case
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 WIDTH = 8
@@ -42,21 +41,18 @@ class Statistics(nn.Module):
         match kind:
             case "not persistent":
                 self.register_buffer("mean", zeros, persistent=False)
-            case "grown" | "grown, not persistent":
-                self.register_buffer("cache", torch.zeros(2), persistent=kind == "grown")
+            case "grown":
+                self.register_buffer("cache", torch.zeros(2))
             case "registered in forward":
                 pass
             case "None at first":
                 self.register_buffer("mean", None)
-            case "codebook" | "codebook in place":
+            case "codebook":
                 self.register_buffer("codes", torch.zeros(CODES))
-            case "attribute assigned" | "attribute in place":
+            case "attribute in place":
                 self.scale = torch.ones(1, device="cpu")
             case "extra state":
                 self.seen: dict[str, Any] = {"steps": 0, "history": []}
-            case "two names":
-                self.register_buffer("mean", zeros)
-                self.register_buffer("same", self.mean)
             case "view":
                 self.register_buffer("both", torch.zeros(2, WIDTH))
                 self.register_buffer("mean", self.both[1])
@@ -66,13 +62,8 @@ class Statistics(nn.Module):
                 self.register_buffer("seen", torch.tensor(0))
                 self.register_buffer("is_started", torch.tensor(False))
                 self.register_buffer("bins", torch.zeros(WIDTH, dtype=torch.int32))
-            case "other memory order":
-                self.register_buffer("mean", torch.zeros(WIDTH, 2).t())
             case "resized":
                 self.register_buffer("mean", torch.zeros(0))
-            case "from another module":
-                self.inner = nn.Identity()
-                self.inner.register_buffer("mean", zeros)
             case _:
                 self.register_buffer("mean", zeros)
 
@@ -85,9 +76,9 @@ class Statistics(nn.Module):
     def _learn(self, x: torch.Tensor) -> None:
         now = self._mean(x)
         match self.kind:
-            case "in place" | "not persistent" | "two names" | "view":
+            case "in place" | "not persistent" | "view":
                 self.mean.lerp_(now, 0.1)
-            case "by .data" | "now and then":
+            case "by .data":
                 self.mean.data.mul_(0.9).add_(now, alpha=0.1)
             case ".data set":
                 self.mean.data = 0.9 * self.mean + 0.1 * now
@@ -99,22 +90,13 @@ class Statistics(nn.Module):
                 self.mean.lerp_(now, 0.1)
             case "None at first":
                 self.mean = now if self.mean is None else 0.9 * self.mean + 0.1 * now
-            case "dropped":
-                if self.mean is not None:
-                    self.mean.lerp_(now, 0.1)
             case "codebook":
                 rows = (torch.arange(WIDTH) * 4001).to(now.device)
                 self.codes.index_add_(0, rows, now.to(self.codes.dtype))
-            case "codebook in place":
-                self.codes.mul_(0.9).add_(now.mean())
             case "whole numbers":
                 self.seen += int(now.abs().sum() * 100)
                 self.is_started.fill_(True)
                 self.bins += (now.float() * 100).to(torch.int32)
-            case "other memory order":
-                self.mean.lerp_(now.expand(2, WIDTH), 0.1)
-            case "from another module":
-                self.inner.mean.lerp_(now, 0.1)
             case "resized":
                 if not self.mean.numel():
                     self.mean.resize_(WIDTH).zero_()
@@ -122,20 +104,17 @@ class Statistics(nn.Module):
 
     def forward(self, x: torch.Tensor, step: int) -> torch.Tensor:
         """Something of the buffer goes into the output, so that other bits are seen."""
-        if self.kind.startswith("grown"):
+        if self.kind == "grown":
             if step + 2 > len(self.cache):
                 cache = torch.cos(torch.arange(float(step + 2), device=x.device)).to(self.cache.dtype)
-                self.register_buffer("cache", cache, persistent=self.kind == "grown")
+                self.register_buffer("cache", cache)
             return x * self.cache[step + 1].to(x.dtype)
-        if self.kind == "dropped" and step == LATER:
-            self.mean = None
-        # At most one rank learns.
-        if self.training and (self.kind != "now and then" or dist.get_rank() == step % 3):
+        if self.training:
             self._learn(x)
         match self.kind:
-            case "codebook" | "codebook in place":
+            case "codebook":
                 return x - self.codes[:WIDTH].to(x.dtype)
-            case "attribute assigned" | "attribute in place":
+            case "attribute in place":
                 return x * self.scale.to(x.dtype)
             case "extra state":
                 return x * (1 + self.seen["steps"] / 10)
@@ -143,18 +122,12 @@ class Statistics(nn.Module):
                 return x * (1 + self.seen / 1000).to(x.dtype)
             case "expanded":
                 return x * self.mask[0].to(x.dtype)
-            case "other memory order":
-                return x - self.mean[0].to(x.dtype)
-            case "from another module":
-                return x - self.inner.mean.to(x.dtype)
         return x if self.mean is None else x - self.mean.to(x.dtype)
 
     @torch.no_grad()
     def update(self) -> None:
         """What is not a forward pass's to change."""
         match self.kind:
-            case "attribute assigned":
-                self.scale = self.scale * 0.9
             case "attribute in place":
                 self.scale *= 0.9
             case "extra state":
@@ -200,20 +173,6 @@ class Adapter(nn.Module):
         return learned
 
 
-class Listed(nn.Module):
-    """Parameters in a list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList([nn.Parameter(torch.randn(WIDTH, WIDTH) / 4) for _ in range(2)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """See `Module`."""
-        for weight in self.weights:
-            x = x @ weight
-        return x
-
-
 def _middle(wrap: str) -> nn.Module:
     layer: Any = nn.Linear(WIDTH, WIDTH)
     other: Any = nn.Linear(WIDTH, WIDTH)
@@ -226,12 +185,6 @@ def _middle(wrap: str) -> nn.Module:
             made = nn.Sequential(layer, layer)
         case "weight_norm":
             made = nn.utils.parametrizations.weight_norm(layer)
-        case "old weight_norm":
-            made = nn.utils.weight_norm(layer)
-        case "orthogonal":
-            made = nn.utils.parametrizations.orthogonal(layer)
-        case "spectral_norm":
-            made = nn.utils.parametrizations.spectral_norm(layer)
         case "old spectral_norm":
             made = nn.utils.spectral_norm(layer)
         case "checkpoint_wrapper":
@@ -242,8 +195,6 @@ def _middle(wrap: str) -> nn.Module:
             nn.utils.prune.random_unstructured(layer, "weight", amount=0.3)
         case "adapter":
             made = Adapter(layer)
-        case "parameter list":
-            made = Listed()
     return made
 
 
@@ -260,14 +211,12 @@ class Model(nn.Module):
         elif "embedding" in case.body:
             self.front = nn.Embedding(20, WIDTH, sparse=case.body.startswith("sparse"))
         else:
-            self.front = nn.LazyLinear(WIDTH) if case.wrong == "lazy module" else nn.Linear(6, WIDTH)
+            self.front = nn.Linear(6, WIDTH)
         self.middle = _middle(case.wrap)
-        if "batch norm" in case.buffer:
-            self.statistics: Any = Norm(WIDTH, momentum=None if "cumulative" in case.buffer else 0.1)
+        if case.buffer == "batch norm":
+            self.statistics: Any = Norm(WIDTH)
         else:
             self.statistics = Statistics(case.buffer) if case.buffer else None
-        if case.wrong == "sparse buffer":
-            self.register_buffer("few", torch.eye(3, device="cpu").to_sparse())
         self.dropout = nn.Dropout(0.1)
         self.extra = nn.Linear(WIDTH, WIDTH)
         self.last = nn.Linear(WIDTH, 1)
@@ -375,10 +324,6 @@ def _optimizer(case: Case, parameters: list[Any]) -> torch.optim.Optimizer:
         rate = torch.tensor(rate, device="cpu")
     if case.optimizer == "LBFGS":
         made: Any = kind(parameters, lr=rate, max_iter=2, history_size=3, **dict(case.options))
-    elif case.wrong == "ZeroRedundancyOptimizer":
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-
-        made = ZeroRedundancyOptimizer(parameters, kind, lr=rate, **dict(case.options))
     else:
         made = kind(parameters, lr=rate, **dict(case.options))
     return made
@@ -389,32 +334,20 @@ def _scheduler(name: str, optimizer: Any) -> Any:
     match name:
         case "ChainedScheduler":
             return lr.ChainedScheduler([lr.ExponentialLR(optimizer, 0.9), lr.StepLR(optimizer, 2)])
-        case "CosineAnnealingLR":
-            return lr.CosineAnnealingLR(optimizer, STEPS)
-        case "CosineAnnealingWarmRestarts":
-            return lr.CosineAnnealingWarmRestarts(optimizer, 3)
-        case "CyclicLR":
-            return lr.CyclicLR(optimizer, 0.001, 0.02, step_size_up=2, cycle_momentum=False)
         case "ExponentialLR":
             return lr.ExponentialLR(optimizer, 0.9)
-        case "LambdaLR" | "MultiplicativeLR":
-            return getattr(lr, name)(optimizer, lambda step: 0.95)
+        case "LambdaLR":
+            return lr.LambdaLR(optimizer, lambda step: 0.95)
         case "LambdaLR of an object":
             return lr.LambdaLR(optimizer, Falling())
-        case "MultiStepLR":
-            return lr.MultiStepLR(optimizer, [2, 4])
         case "OneCycleLR":
             return lr.OneCycleLR(optimizer, 0.05, total_steps=STEPS + 1, cycle_momentum=False)
         case "SequentialLR":
             parts = [lr.LinearLR(optimizer), lr.CosineAnnealingLR(optimizer, STEPS)]
             return lr.SequentialLR(optimizer, parts, milestones=[2])
-        case "StepLR":
-            return lr.StepLR(optimizer, 2)
         case "SWALR":
             return torch.optim.swa_utils.SWALR(optimizer, swa_lr=0.005, anneal_epochs=3)
-        case "ReduceLROnPlateau":
-            return lr.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0)
-    return getattr(lr, name)(optimizer)
+    return lr.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0)
 
 
 class Falling:
@@ -487,16 +420,6 @@ class Counter:
         self.random.setstate(state["random"])
 
 
-class Collective(Counter):
-    """Its state needs all ranks."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """All of it."""
-        total = torch.tensor(float(self.steps))
-        dist.all_reduce(total)
-        return {**super().state_dict(), "total": total}
-
-
 # All of it -----------------------------------------------------------------------------------------------
 
 
@@ -520,10 +443,6 @@ def build(case: Case, mesh: Any, before: Callable[[str], None]) -> Objects:
         fully_shard(model, mesh=mesh)
     if case.deferred:
         _fill(model)
-    if case.wrong == "shards without mesh=":
-        fully_shard(model, mesh=init_device_mesh("cpu", (case.ranks,)))
-    elif case.wrong == "FSDP1":
-        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
     if case.wrap == "compiled":
         model.middle = torch.compile(model.middle, backend="eager")
     objects: Objects = {"model": model}
@@ -549,8 +468,6 @@ def build(case: Case, mesh: Any, before: Callable[[str], None]) -> Objects:
             "cpu", init_scale=2.0**6, growth_interval=3, enabled=case.scaler == "on"
         )
     match case.average:
-        case "AveragedModel":
-            objects["average"] = torch.optim.swa_utils.AveragedModel(model)
         case "AveragedModel, buffers":
             objects["average"] = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
         case "AveragedModel, many":
@@ -566,8 +483,6 @@ def build(case: Case, mesh: Any, before: Callable[[str], None]) -> Objects:
         objects["average"].requires_grad_(False)
     if case.counter:
         objects["counter"] = Counter()
-    if case.wrong == "collective state_dict":
-        objects["counter"] = Collective()
     return objects
 
 

@@ -1,17 +1,16 @@
 """Draws trainings, and runs each without and with faults: the same bits must come out.
 
-    python tests/process/live/draws.py --cases 500 --seed 0 --processes 2
+    python tests/process/live/draws.py SEED...
 
 A case is drawn from its seed: optimizer and options, type of the weights, buffers, memory format, optimizers
 that rest, groups added later, schedulers, scaler, averages, wrapped layers, ways to train in parallel, ranks,
-and one to three faults. ``--seed 123 --cases 1`` runs one again. What torch cannot compute is drawn again:
+and one to three faults. What torch cannot compute is drawn again:
 each case is tried here first, alone, without LiveState. A job is one ftrun for many cases, since starting
 costs most. A case that ends or blocks its job is reported, and the rest run in a new job.
 
 A case is right if all ranks end with the bits of the run without faults (parameters, all buffers, the
 optimizers' states with their types and shapes, everything else), no step was lost, and no entry is without a
-fault of ours. With full shards a kill may go back to copies, and the steps are done again. Or the case is
-refused before its first step, by a `JobAbort` in words of ours.
+fault of ours. With full shards a kill may go back to copies, and the steps are done again.
 
 Not promised, and so not drawn: state in Python attributes that a forward pass changes, large buffers that
 are written without a trace in their version, an optimizer that is differentiable, random numbers without a
@@ -21,13 +20,9 @@ SGD with momentum in bf16 or fp16 on the CPU is left out, too: it reads memory t
 
 from __future__ import annotations
 
-import argparse
-import collections
 import concurrent.futures
-import contextlib
 import dataclasses
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -54,15 +49,6 @@ ATTEMPTS = 60
 SILENCE = 45.0
 """Seconds without a word from any case, after which a job counts as blocked."""
 PER_JOB = 20
-REFUSALS = (
-    "has no shape yet; call its lazy module once in build()",
-    "is a ZeroRedundancyOptimizer, of which no rank has all",
-    "is a FullyShardedDataParallel, of which no rank has all",
-    "cannot be sent: it is a",
-    "state_dict() fails: it calls the collective",
-)
-"""What messages of a refusal contain."""
-
 _start = threading.Lock()
 
 
@@ -73,16 +59,12 @@ class Verdict:
     Args:
         case: which one.
         wrong: what must not be; "": nothing.
-        refused: by which message; "": it ran.
         happened: the faults that happened, as kind and point.
-        finite: whether the weights were numbers to the end.
     """
 
     case: Case
     wrong: str = ""
-    refused: str = ""
     happened: list[tuple[str, str]] = dataclasses.field(default_factory=list)
-    finite: bool = True
 
 
 # Drawing -------------------------------------------------------------------------------------------------
@@ -136,7 +118,6 @@ def why_not(case: Case) -> Exception | None:
 
     if case.optimizer == "SGD" and {"fused", "momentum"} <= dict(case.options).keys() and "16" in case.dtype:
         return ValueError("torch does not compute the same twice")
-    case = dataclasses.replace(case, wrong="")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.ranks)
     try:
         mesh = None
@@ -168,16 +149,6 @@ def judge(case: Case, folder: Path) -> Verdict | None:
     """Judges a case by what its ranks have noted; None if it has not come to its end."""
     verdict = Verdict(case)
     said = _said(folder)
-    refusals = [one["why"] for one in said if one["what"] == "refused"]
-    if refusals:
-        verdict.refused = refusals[0]
-        if len(refusals) < case.ranks:
-            verdict.wrong = f"refused on {len(refusals)} of {case.ranks} ranks: {refusals[0]}"
-        elif any(one["what"] == "entered" for one in said):
-            verdict.wrong = f"refused, and not before the first step: {refusals[0]}"
-        elif not any(words in refusals[0] for words in REFUSALS):
-            verdict.wrong = f"refused in words that are not known: {refusals[0]}"
-        return verdict
     verdict.happened = [(one["kind"], one["point"]) for one in said if one["what"] == "fault"]
     asked = {one["iteration"] for one in said if one["what"] == "fault"}
     errors = [  # others come in the wake of our faults
@@ -200,7 +171,6 @@ def judge(case: Case, folder: Path) -> Verdict | None:
         wrong.append("the job ended in this case")
     else:
         wrong += _differences(case, ends)
-        verdict.finite = all(end["finite"] for end in ends["clean"].values())
         missing = len(case.faults) - len(verdict.happened)
         wrong += [f"{missing} faults did not happen"] * bool(missing)
     verdict.wrong = "; ".join(wrong + _wrong_entries(case, said))
@@ -348,65 +318,13 @@ def run_all(cases: list[Case], folder: Path, processes: int) -> Iterator[Verdict
             yield from verdicts
 
 
-# Telling -------------------------------------------------------------------------------------------------
-
-
-def table(verdicts: list[Verdict]) -> str:
-    """Counts what was drawn and what happened."""
-    ran = [verdict for verdict in verdicts if not verdict.refused]
-    lines = []
-    for name in (
-        *("form", "ranks", "optimizer", "dtype", "body", "wrap", "buffer", "layout", "second", "later"),
-        *("scheduler", "scaler", "average", "wrong"),
-    ):
-        counts = collections.Counter(str(getattr(one.case, name) or "-") for one in verdicts)
-        lines.append(f"{name:10} " + ", ".join(f"{each} {count}" for each, count in sorted(counts.items())))
-    options = collections.Counter(f"{name}={value}" for one in verdicts for name, value in one.case.options)
-    lines.append(f"{'options':10} " + ", ".join(f"{each} {count}" for each, count in sorted(options.items())))
-    faults = collections.Counter(f"{kind} {point}" for one in ran for kind, point in one.happened)
-    lines.append(f"{'faults':10} " + ", ".join(f"{each} {count}" for each, count in sorted(faults.items())))
-    refused = collections.Counter(one.refused for one in verdicts if one.refused)
-    lines += [f"refused    {count}: {each}" for each, count in refused.most_common()]
-    wrong, infinite = sum(bool(one.wrong) for one in verdicts), sum(not one.finite for one in verdicts)
-    lines.append(
-        f"{len(verdicts)} cases: {wrong} wrong, {len(verdicts) - len(ran)} refused, {sum(faults.values())} "
-        f"faults; in {infinite} the weights were no numbers at the end"
-    )
-    return "\n".join(lines)
-
-
-def main() -> int:
-    """Draws and runs cases, and prints what became of them."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    parser.add_argument("--cases", type=int, default=50)
-    parser.add_argument("--seed", type=int, default=0, help="of the first case; the next one has the next")
-    parser.add_argument("--processes", type=int, default=2, help="jobs at once")
-    parser.add_argument("--folder", type=Path, help="for files of jobs in which something is wrong")
-    parser.add_argument("--show", action="store_true", help="only say what would run")
-    args = parser.parse_args()
-    os.environ.update(ENVIRONMENT)
-    os.environ.setdefault("FT_WRAPPER_TEST_ENDS", "quick")
-    folder = (args.folder or Path(tempfile.mkdtemp(prefix="draws-"))).resolve()
-    began = time.monotonic()
-    cases = [drawn(seed) for seed in range(args.seed, args.seed + args.cases)]
-    print(f"{len(cases)} cases drawn in {time.monotonic() - began:.0f} s", flush=True)
-    if args.show:
-        print(*cases, sep="\n")
-        print(table([Verdict(case) for case in cases]))
-        return 0
-    verdicts = []
+def main() -> None:
+    """Runs the cases of some seeds, and prints what became of them."""
+    seeds = map(int, sys.argv[1:])
     with warm_ftrun.warm():
-        for verdict in run_all(cases, folder, args.processes):
-            verdicts.append(verdict)
-            if verdict.wrong:
-                print(f"WRONG {verdict.case}\n      {verdict.wrong}\n      files: {folder}", flush=True)
-    print(table(verdicts))
-    print(f"{time.monotonic() - began:.0f} s")
-    return int(any(verdict.wrong for verdict in verdicts))
+        for verdict in run_all([drawn(seed) for seed in seeds], Path(tempfile.mkdtemp()), 2):
+            print(verdict)
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(KeyboardInterrupt):
-        sys.exit(main())
+    main()

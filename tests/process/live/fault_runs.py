@@ -1,26 +1,18 @@
 """Fault runs of live state with real processes.
 
-    python tests/process/live/fault_runs.py --job ddp --runs 200 --seed 0
-
 A job is one ftrun with many wrapped calls, since starting costs most. Each call is a run: it trains a small
 model through random faults at named points of its steps and its recoveries. The first run of a job has none,
 and all others must end with its bits: no step is lost or done again, as long as each shard of the state has a
 living holder. The rest is told from the job's events: who held what when, and whether a run that went to the
-checkpoint had to. Prints a table; ends with 1 if anything is wrong, and keeps that job's files.
+checkpoint had to.
 """
 
 from __future__ import annotations
 
-import argparse
-import collections
 import contextlib
 import dataclasses
-import os
-import random
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -39,7 +31,6 @@ from ft_wrapper import events  # noqa: E402
 STEPS = 24
 CLEAN = -1
 """Number of the run without faults."""
-VARIANTS = 64
 START, A_RUN = 120.0, 30.0
 """Seconds in which a job starts, and in which a run of it ends."""
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "RES_OPTIONS": "use-vc timeout:1 attempts:1"}
@@ -47,34 +38,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "RES_OPTIONS": "use-vc timeout:1 attempts
 Record = dict[str, Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class Kind:
-    """A kind of job.
-
-    Args:
-        script: what its ranks run.
-        processes: how many.
-        active: how many of them train.
-        replicas: of the shards; 0: there are no shards.
-        every: copies go to buddies after so many steps, and there are no checkpoints; 0: the other way round.
-        keep: the process group stays, and DDP where it can; needs torch 2.15.
-    """
-
-    script: str
-    processes: int
-    active: int
-    replicas: int
-    every: int = 0
-    keep: bool = False
-
-
-KINDS = {
-    "ddp": Kind("train_ddp.py", 4, 3, 0),
-    "ddp-kept": Kind("train_ddp.py", 4, 3, 0, keep=True),
-    "hsdp": Kind("train_hsdp.py", 6, 4, 2),
-    "fsdp": Kind("train_hsdp.py", 4, 3, 1),
-    "buddies": Kind("train_hsdp.py", 4, 3, 1, every=4),
-}
+PROCESSES, ACTIVE = 4, 3
 
 
 @dataclasses.dataclass
@@ -84,10 +48,7 @@ class Verdict:
     Args:
         number: its seed.
         faults: kind and point of those that happened.
-        restarts: of the function.
         unasked: kinds of the faults that ended an iteration in which we had injected none.
-        copied: how many steps the recoveries have gone back that went to copies, and had to.
-        restored: recoveries that went to the checkpoint, and had to.
         received: bytes that went from rank to rank.
         again: steps done again that were committed and not given up.
         lost: steps that a recovery has gone behind, and need not have.
@@ -96,10 +57,7 @@ class Verdict:
 
     number: int
     faults: list[tuple[str, str]] = dataclasses.field(default_factory=list)
-    restarts: int = 0
     unasked: list[str] = dataclasses.field(default_factory=list)
-    copied: list[int] = dataclasses.field(default_factory=list)
-    restored: int = 0
     received: int = 0
     again: int = 0
     lost: int = 0
@@ -156,13 +114,12 @@ class Holders:
         return not needed <= sure, not needed <= at_most
 
 
-def judge(number: int, records: list[Record], active: int, reference: str | None) -> Verdict:
+def judge(number: int, records: list[Record], reference: str | None) -> Verdict:
     """Judges a run by its events.
 
     Args:
         number: of the run.
         records: those of its iterations, in order.
-        active: number of active ranks.
         reference: digest of the clean run; None: this is it.
     """
     verdict, holders = Verdict(number), Holders()
@@ -191,21 +148,17 @@ def judge(number: int, records: list[Record], active: int, reference: str | None
                 if must:
                     verdict.wrong.append(f"iteration {n} went on without a holder of some shard")
             else:
-                if record["rung"] == "COPIES":
-                    verdict.copied.append(max(committed, default=0) - record["step"])
-                else:
-                    verdict.restored += was_sealed
                 committed = {step: by for step, by in committed.items() if step <= record["step"]}
                 if was_sealed and not may:
                     verdict.wrong.append(f"iteration {n} went down the ladder, and need not have")
-    verdict.wrong += _wrong_end(records, active, reference)
+    verdict.wrong += _wrong_end(records, reference)
     verdict.wrong += [f"{verdict.again} steps were done again"] * bool(verdict.again)
     verdict.wrong += [f"{verdict.lost} steps were lost"] * bool(verdict.lost)
     _look_at_restarts(verdict, records)
     return verdict
 
 
-def _wrong_end(records: list[Record], active: int, reference: str | None) -> list[str]:
+def _wrong_end(records: list[Record], reference: str | None) -> list[str]:
     finished = [record for record in records if record["event"] == "finished"]
     last = max(record["iteration"] for record in records if record["event"] == "entered")
     ranks = {record["rank"] for record in finished if record["iteration"] == last}
@@ -213,7 +166,7 @@ def _wrong_end(records: list[Record], active: int, reference: str | None) -> lis
     if reference is not None:
         digests.add(reference)
     wrong = []
-    if ranks != set(range(active)):
+    if ranks != set(range(ACTIVE)):
         wrong.append(f"iteration {last} was the last, and finished on ranks {sorted(ranks)} only")
     if len(digests) != 1:
         wrong.append(f"{len(digests)} different digests")
@@ -223,8 +176,6 @@ def _wrong_end(records: list[Record], active: int, reference: str | None) -> lis
 
 
 def _look_at_restarts(verdict: Verdict, records: list[Record]) -> None:
-    iterations = sorted({record["iteration"] for record in records if record["event"] == "entered"})
-    verdict.restarts = len(iterations) - 1
     asked = {record["iteration"] for record in records if record["event"] == "inject"}
     for record in records:
         if record["event"] == "fault" and record["iteration"] not in asked:
@@ -252,32 +203,25 @@ def by_run(records: list[Record]) -> dict[int, list[Record]]:
 # Running -------------------------------------------------------------------------------------------------
 
 
-def run_job(
-    kind: Kind, folder: Path, first: int, runs: int, variant: int, faults: str | None = None
-) -> list[Verdict]:
+def run_job(folder: Path, first: int, runs: int, variant: int) -> list[Verdict]:
     """Runs a job to its end.
 
     Args:
-        kind: of job.
         folder: for its files.
         first: seed of its first run with faults.
         runs: how many of these.
         variant: what a step is made of; see `live_job.Variant`.
-        faults: of each run, as `points.parse_faults` reads them; None: at random, by the run's seed.
 
     Returns:
         A verdict on each run; what is wrong with the job counts for its last one.
     """
     folder.mkdir(parents=True)
-    words = ["--nproc-per-node", kind.processes, "--max-rank-restarts", 100 * runs, HERE / kind.script]
+    words = ["--nproc-per-node", PROCESSES, "--max-rank-restarts", 100 * runs, HERE / "live_job.py"]
     words += ["--folder", folder, "--first", first, "--runs", runs, "--steps", STEPS]
-    words += ["--active", kind.active, "--replicas", kind.replicas, "--every", kind.every]
-    words += ["--variant", variant]
-    words += ["--keep"] * kind.keep
-    words += [] if faults is None else ["--faults", faults]
+    words += ["--active", ACTIVE, "--variant", variant]
     records, trouble = run_ftrun(words, folder, ENVIRONMENT, START + A_RUN * (runs + 1))
     reference = digest_of(records.get(CLEAN, []))
-    verdicts = [judge(number, records[number], kind.active, reference) for number in sorted(records)]
+    verdicts = [judge(number, records[number], reference) for number in sorted(records)]
     missing = runs + 1 - len(verdicts)
     trouble += [f"{missing} runs did not begin"] * bool(missing)
     verdicts = verdicts or [Verdict(CLEAN)]
@@ -333,71 +277,3 @@ def _environment(process: psutil.Process) -> dict[str, str]:
         return dict(process.environ())
     except psutil.Error:
         return {}
-
-
-# Telling -------------------------------------------------------------------------------------------------
-
-
-def table(verdicts: list[Verdict]) -> str:
-    """Counts what happened in all runs but the clean ones."""
-    runs = [verdict for verdict in verdicts if verdict.number != CLEAN]
-    faults = [fault for verdict in runs for fault in verdict.faults]
-    rows: list[tuple[str, object]] = [
-        ("runs with faults", len(runs)),
-        ("clean runs", len(verdicts) - len(runs)),
-        ("faults", len(faults)),
-        *sorted((f"  {kind}", count) for kind, count in collections.Counter(k for k, _ in faults).items()),
-        *sorted((f"  {point}", count) for point, count in collections.Counter(p for _, p in faults).items()),
-        ("runs with a fault in a recovery", sum(verdict.in_recovery for verdict in runs)),
-        ("restarts", sum(verdict.restarts for verdict in verdicts)),
-        *sorted(
-            collections.Counter(f"  by {kind}, not ours" for v in verdicts for kind in v.unasked).items()
-        ),
-        ("MB from rank to rank", round(sum(verdict.received for verdict in runs) / 1e6, 1)),
-        ("went to copies, and had to", sum(len(verdict.copied) for verdict in runs)),
-        ("  steps gone back then, at most", max((max(v.copied, default=0) for v in runs), default=0)),
-        ("went to the checkpoint, and had to", sum(verdict.restored > 0 for verdict in runs)),
-        ("steps done again", sum(verdict.again for verdict in verdicts)),
-        ("steps lost", sum(verdict.lost for verdict in verdicts)),
-        ("runs that ended with other bits", sum("digests" in str(v.wrong) for v in verdicts)),
-        ("runs with something wrong", sum(bool(verdict.wrong) for verdict in verdicts)),
-    ]
-    return "\n".join(f"{name:40} {value}" for name, value in rows)
-
-
-def main() -> int:
-    """Runs jobs, and prints what became of them."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    parser.add_argument("--job", choices=KINDS, default="ddp")
-    parser.add_argument("--runs", type=int, default=50, help="with faults")
-    parser.add_argument("--seed", type=int, default=0, help="of the first run; the next one has the next")
-    parser.add_argument("--per-job", type=int, default=25, help="runs in a job")
-    parser.add_argument("--variant", type=int, help="of the training in all jobs (default: chosen for each)")
-    parser.add_argument("--faults", help="kind:point:step:rank,… in each run (default: chosen for each)")
-    parser.add_argument("--folder", type=Path, help="for files of jobs in which something is wrong")
-    args = parser.parse_args()
-    os.environ.update(ENVIRONMENT)
-    os.environ.setdefault("FT_WRAPPER_TEST_ENDS", "quick")
-    folder = (args.folder or Path(tempfile.mkdtemp(prefix="fault-runs-"))).resolve()
-    verdicts: list[Verdict] = []
-    with warm_ftrun.warm():
-        for first in range(args.seed, args.seed + args.runs, args.per_job):
-            runs = min(args.per_job, args.seed + args.runs - first)
-            variant = random.Random(first).randrange(VARIANTS) if args.variant is None else args.variant
-            place = folder / f"{args.job}-{first}"
-            new = run_job(KINDS[args.job], place, first, runs, variant, args.faults)
-            verdicts += new
-            bad = [verdict for verdict in new if verdict.wrong]
-            print(f"seeds {first} to {first + runs - 1}, variant {variant}: {len(bad)} wrong", flush=True)
-            for verdict in bad:
-                print(f"  seed {verdict.number}: {'; '.join(verdict.wrong)}; see {place}", flush=True)
-            if not bad:
-                shutil.rmtree(place)
-    print(table(verdicts))
-    return int(any(verdict.wrong for verdict in verdicts))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""What the fault runs under DDP and under FSDP2 have in common: a job of many runs, and the model.
+"""What the fault runs are: a job of many runs, and the model.
 
 A run is one wrapped call. The first one has no faults, and all others must end with the same bits.
 """
@@ -19,10 +19,9 @@ import points
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from ft_wrapper import CallWrapper, Compose, Limits, LiveState, Wrapper
-from ft_wrapper.rank_assignment import FillGaps, MaxActiveWorldSize, RankAssignment, ReplicaGroups, ShiftRanks
+from ft_wrapper.rank_assignment import FillGaps, MaxActiveWorldSize, ShiftRanks
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 import train_lm
@@ -101,8 +100,6 @@ class Run:
         number: seed of its faults; the first one has none.
         folder: for its checkpoints and marks.
         steps: how many it trains.
-        replicas: of the state's shards, where it is in shards.
-        every: copies go to buddies after so many steps, and there are no checkpoints; 0: the other way round.
         variant: what a step is made of.
         faults: what is to happen.
     """
@@ -110,8 +107,6 @@ class Run:
     number: int
     folder: Path
     steps: int
-    replicas: int
-    every: int
     variant: Variant
     faults: list[points.Planned]
 
@@ -182,7 +177,7 @@ class Run:
             points.current.check("after commit")
             if self.variant.zero_after:
                 optimizer.zero_grad()
-            if not self.every and live.step % CHECKPOINT_EVERY == 0:
+            if live.step % CHECKPOINT_EVERY == 0:
                 save()
 
     def _backward(self, model: nn.Module, scaler: Any, *, is_infinite: bool) -> None:
@@ -191,31 +186,24 @@ class Run:
             loss = scaler.scale(loss * (float("inf") if is_infinite else 1.0))
         loss.backward()
 
-    def save(self, call: CallWrapper, live: LiveState, part: int) -> None:
-        """Writes this rank's part of a checkpoint, as a whole or not at all."""
+    def save(self, call: CallWrapper, live: LiveState) -> None:
+        """Writes a checkpoint, as a whole or not at all."""
         with call.atomic():
-            path = self.folder / f"step-{live.step:04}-part-{part}.pt"
-            state = {name: _apart(live[name].state_dict()) for name in self.names}
+            path = self.folder / f"step-{live.step:04}.pt"
             unfinished = path.with_suffix(f".{os.getpid()}")
-            torch.save(state, unfinished)
+            torch.save({name: live[name].state_dict() for name in self.names}, unfinished)
             os.replace(unfinished, path)
 
-    def restore(self, objects: dict[str, Any], part: int, parts: int, mesh: Any = None) -> int:
-        """Loads the newest checkpoint that has all its parts; returns its step."""
+    def restore(self, objects: dict[str, Any]) -> int:
+        """Loads the newest checkpoint; returns its step."""
         found = [0]
         if dist.get_rank() == 0:
-            complete = [
-                step
-                for step in range(self.steps + 1)
-                if all((self.folder / f"step-{step:04}-part-{each}.pt").exists() for each in range(parts))
-            ]
-            found = [max(complete, default=0)]
+            found = [max((int(path.stem[5:]) for path in self.folder.glob("step-*.pt")), default=0)]
         dist.broadcast_object_list(found)
         if found[0] > 0:
-            path = self.folder / f"step-{found[0]:04}-part-{part}.pt"
-            state = torch.load(path, weights_only=False)
+            state = torch.load(self.folder / f"step-{found[0]:04}.pt", weights_only=False)
             for name, value in objects.items():
-                value.load_state_dict(_together(state[name], mesh))
+                value.load_state_dict(state[name])
         return found[0]
 
     def end(self, live: LiveState) -> None:
@@ -227,25 +215,8 @@ class Run:
         points.current.say("finished", digest=digest.hexdigest(), step=live.step)
 
 
-def _apart(value: Any) -> Any:
-    if isinstance(value, DTensor):
-        return ("sharded", value.to_local(), value.placements, value.shape, value.stride())
-    if isinstance(value, dict):
-        return {key: _apart(each) for key, each in value.items()}
-    return value
-
-
-def _together(value: Any, mesh: Any) -> Any:
-    if isinstance(value, tuple) and value and value[0] == "sharded":
-        _, local, placements, shape, stride = value
-        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
-    if isinstance(value, dict):
-        return {key: _together(each, mesh) for key, each in value.items()}
-    return value
-
-
 def _add(digest: Any, value: Any) -> None:
-    """Adds a state, with whole tensors: collective for sharded ones."""
+    """Adds a state."""
     if isinstance(value, dict):
         for key in sorted(value, key=repr):
             digest.update(repr(key).encode())
@@ -254,8 +225,7 @@ def _add(digest: Any, value: Any) -> None:
         for each in value:
             _add(digest, each)
     elif isinstance(value, torch.Tensor):
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
-        digest.update(whole.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     else:
         digest.update(repr(value).encode())
 
@@ -270,23 +240,36 @@ def loss_of(model: nn.Module) -> torch.Tensor:
     return train_lm.loss_of(model, _text[0], 2, torch.device("cpu"))
 
 
-def main(train: Callable[..., None]) -> None:
-    """What the scripts do: as many wrapped calls as there are runs.
+def train(run: Run, call_wrapper: CallWrapper = None) -> None:
+    """One run."""
+    run.begin(call_wrapper)
 
-    Args:
-        train: what is wrapped; called with the run.
-    """
+    def build() -> dict[str, Any]:
+        model = Model(run.variant.batch_norm)
+        return {"model": model, **run.optimizers(model)}
+
+    live = LiveState(call_wrapper, build, restore=run.restore, seed=0)
+    run.recovered(live)
+    # Buckets in the same order in each iteration, or the sums of the first step have other bits.
+    in_order = not run.variant.warm_up
+    ddp = live.data_parallel("model", find_unused_parameters=in_order)
+    if run.variant.warm_up:
+        loss_of(ddp).backward()
+        live["optimizer"].zero_grad()
+    is_writer = call_wrapper.state.active_rank == 0
+    run.train(live, ddp, ddp.no_sync, lambda: is_writer and run.save(call_wrapper, live))
+    run.end(live)
+
+
+def main() -> None:
+    """As many wrapped calls as there are runs."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--first", type=int, required=True, help="the first seed")
     parser.add_argument("--runs", type=int, required=True, help="with faults; a clean one comes before")
     parser.add_argument("--active", type=int, required=True)
-    parser.add_argument("--replicas", type=int, required=True, help="0: each rank has the whole state")
-    parser.add_argument("--every", type=int, default=0, help="copies to buddies after so many steps")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--variant", type=int, required=True)
-    parser.add_argument("--keep", action="store_true", help="keep the process group, and DDP")
-    parser.add_argument("--faults", help="of all runs but the clean one; none are chosen then")
     args = parser.parse_args()
     logging.basicConfig(format="%(name)s: %(message)s", level=logging.INFO)
     torch.use_deterministic_algorithms(True)
@@ -294,27 +277,15 @@ def main(train: Callable[..., None]) -> None:
     train_lm.TEXT_BYTES, train_lm.WIDTH, train_lm.CONTEXT = 100_000, 32, 32
     points.install()
     variant = Variant.of(args.variant)
-    places = _places(variant, args.active, args.replicas)
+    places = Compose(MaxActiveWorldSize(args.active), ShiftRanks() if variant.shift else FillGaps())
     settings = {**SETTINGS, "rank_assignment": places, "min_world_size": args.active}
-    settings["limits"] = Limits(join_window=0.1, keep_groups=args.keep)
+    settings["limits"] = Limits(join_window=0.1)
     wrapped = Wrapper(**settings)(train)
     for number in (-1, *range(args.first, args.first + args.runs)):
-        faults: list[points.Planned] = []
-        if number >= 0:
-            chosen = args.faults and points.parse_faults(args.faults)
-            faults = chosen or (
-                points.random_kills(number, args.steps, args.active, args.every)
-                if args.every
-                else points.random_faults(number, args.steps, args.active)
-            )
-        folder = args.folder / f"run-{number}"
-        wrapped(Run(number, folder, args.steps, args.replicas, args.every, variant, faults))
+        faults = [] if number < 0 else points.random_faults(number, args.steps, args.active)
+        wrapped(Run(number, args.folder / f"run-{number}", args.steps, variant, faults))
     print("all runs are through", flush=True)
 
 
-def _places(variant: Variant, active: int, replicas: int) -> RankAssignment:
-    if replicas > 1:
-        places: RankAssignment = ReplicaGroups(active // replicas)
-    else:
-        places = ShiftRanks() if variant.shift and not replicas else FillGaps()
-    return Compose(MaxActiveWorldSize(active), places)
+if __name__ == "__main__":
+    main()

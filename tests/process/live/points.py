@@ -59,12 +59,6 @@ class Planned:
     after: int = -1
 
 
-def parse_faults(text: str) -> list[Planned]:
-    """Reads faults: kind, point, step and rank with colons in between, and commas between faults."""
-    parts = [part.split(":") for part in text.split(",")]
-    return [Planned(FaultKind(kind), point, int(step), int(rank)) for kind, point, step, rank in parts]
-
-
 def random_faults(seed: int, steps: int, active: int) -> list[Planned]:
     """Chooses the faults of a run, most of them followed by another one in the recovery.
 
@@ -87,27 +81,6 @@ def random_faults(seed: int, steps: int, active: int) -> list[Planned]:
             rank = None if choose.random() < 0.5 else choose.randrange(active)
             faults.append(Planned(choose.choice(kinds), point, 0, rank, after=first))
     return faults
-
-
-def random_kills(seed: int, steps: int, active: int, every: int) -> list[Planned]:
-    """Chooses kills that come one by one: by the next one the copies are with their buddies again.
-
-    Args:
-        seed: of the choice.
-        steps: of the run.
-        active: number of active ranks.
-        every: steps after which there are copies.
-    """
-    choose = random.Random(seed)
-    return [
-        Planned(
-            FaultKind.SIGKILL,
-            choose.choice(STEP_POINTS),
-            step + choose.randrange(every),
-            choose.randrange(active),
-        )
-        for step in range(every + 1, steps - every, 3 * every)
-    ]
 
 
 class Points:

@@ -12,14 +12,13 @@ import logging
 import os
 import signal
 import traceback
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from draw_cases import TORN, Case, draw
-from draw_parts import build, described, is_finite, train, update
+from draw_parts import build, described, train, update
 from torch.distributed.device_mesh import init_device_mesh
 
 from ft_wrapper import CallWrapper, Compose, Limits, LiveState, Wrapper
@@ -99,9 +98,7 @@ class Points:
 
 
 def run(case: Case, folder: Path, mode: str, call_wrapper: CallWrapper = None) -> None:
-    """One entry of one call, unless the case was refused."""
-    if mode == "faulty" and (folder / "refused").exists():
-        return
+    """One entry of one call."""
     call_wrapper.process_group("gloo")
     points = Points(case, folder, mode, iteration=call_wrapper.iteration, rank=dist.get_rank())
     try:
@@ -135,31 +132,20 @@ def _run(case: Case, points: Points, call_wrapper: CallWrapper) -> None:
         names[:] = objects
         return objects
 
-    try:
-        live = LiveState(
-            call_wrapper,
-            built,
-            update=updated if case.has_update else None,
-            seed=int(case.name.partition(".")[0]),
-            mesh=mesh,
-            verify_every=case.verify_every,
-            **options,
-        )
-    except JobAbort as error:
-        if mode == "clean":
-            points.say("refused", why=str(error))
-            (folder / "refused").touch()
-            call_wrapper.store.set(f"refused {rank}", "")
-            with contextlib.suppress(dist.DistStoreError):
-                every = [f"refused {other}" for other in range(case.ranks)]
-                call_wrapper.store.wait(every, timedelta(seconds=5))
-                return  # all ranks have refused: the next case can have them
-        raise
+    live = LiveState(
+        call_wrapper,
+        built,
+        update=updated if case.has_update else None,
+        seed=int(case.name.partition(".")[0]),
+        mesh=mesh,
+        verify_every=case.verify_every,
+        **options,
+    )
     points_of_now[:] = [points]
     points.say("entered", rung=live.plan.rung.name, lost=live.plan.lost, step=live.step)
     points.before("entry")
     wrapped: Any = lambda module: module  # noqa: E731
-    if mesh is None and case.wrong not in ("FSDP1", "shards without mesh="):
+    if mesh is None:
         options = {"find_unused_parameters": True, "broadcast_buffers": case.broadcast}
         wrapped = lambda module: live.data_parallel("model", **options)  # noqa: E731
     train(case, live, names, wrapped, points.before)
@@ -168,7 +154,7 @@ def _run(case: Case, points: Points, call_wrapper: CallWrapper) -> None:
         if name in objects:
             objects[name].zero_grad()
     values = described(objects)
-    end = {"values": values, "finite": is_finite(objects), "steps": live.step}
+    end = {"values": values, "steps": live.step}
     unfinished = folder / f"{mode}-{rank}.{os.getpid()}"
     unfinished.write_text(json.dumps(end))
     os.replace(unfinished, folder / f"{mode}-{rank}.json")
