@@ -27,10 +27,10 @@ from ..protocol import Agreement
 from ..protocol import keys as names
 from ..protocol.deaths import holders, report_lost
 from ..protocol.records import Member
-from ..rendezvous import drains, ends
+from ..rendezvous import drains
 from ..rendezvous.backends import Backend
 from ..rendezvous.handler import FtRendezvousHandler
-from ..rendezvous.keys import RECORD_KEY
+from ..rendezvous.keys import RECORD_KEY, done_key, end_key
 from ..rendezvous.operations import nodes_waiting
 from ..rendezvous.presence import Watcher
 from ..rendezvous.record import Drain, Node, NodePlace, RendezvousRecord, RoundPolicy, Seat
@@ -127,7 +127,7 @@ class FtNodes(Nodes):
         assert joined is not None and node is not None
         # It may have been lost and be back, in this agent or in another one.
         numbers = range(max(0, node.incarnation - 2), node.incarnation + 1)
-        keys = [ends.done_key(dataclasses.replace(node, incarnation=number)) for number in numbers]
+        keys = [done_key(dataclasses.replace(node, incarnation=number).name) for number in numbers]
         call_in_thread(lambda: [info.store.delete_key(key) for key in keys], "forgetting this node's end")
         self._agents, self._round = info.store, where
         self._knows_that_formed = where.formed
@@ -183,9 +183,7 @@ class FtNodes(Nodes):
             presence.quarantine(why)
             if agents is not None:
                 with contextlib.suppress(DistError):
-                    agents.set(
-                        ends.done_key(presence.node), "kept out"
-                    )  # the exit barrier does not wait for it
+                    agents.set(done_key(presence.node.name), "kept out")  # the exit barrier does not wait
 
         return await_pass(self._check, f"node {presence.node}", quarantine, presence.wait_in_quarantine)
 
@@ -299,7 +297,7 @@ class FtNodes(Nodes):
         state = handler.refresh()
         for seat in seats:
             if seat.occupant is not None and state.place_of(seat.occupant) is None:
-                agents.set(ends.done_key(seat.occupant), "lost")  # the exit barrier no longer waits for it
+                agents.set(done_key(seat.occupant.name), "lost")  # the exit barrier no longer waits for it
         if state.policy is not RoundPolicy.RANK:
             return  # all ranks are restarted, or their store went with the node
         with contextlib.closing(connect(address, STORE_TIMEOUT)) as store:
@@ -339,7 +337,7 @@ class FtNodes(Nodes):
                 cleanup.callback(store.close)
                 dead = holders(Agreement(store), drains.slots_of(seat))
             if self._agents is not None and node is not None:
-                self._agents.set(ends.done_key(node), "left")
+                self._agents.set(done_key(node.name), "left")
             handler.leave()
             self._left_unheard = False
             if store is not None:
@@ -533,20 +531,21 @@ def _await_all(handler: FtRendezvousHandler, where: Round, timeout: float | None
     node = handler.node
     assert node is not None
     agents = handler.agents_store()
-    ends.publish_end(agents, node, said)
+    agents.set(end_key(node.id), said)
+    agents.set(done_key(node.name), "")
     deadline = math.inf if timeout is None else time.monotonic() + timeout
     while True:
         state = handler.refresh()
         if state.closed:
             return News(What.CLOSED, result=JobResult.from_text(state.result))
-        waited_for = [other for other in state.participants if not agents.check([ends.done_key(other)])]
+        waited_for = [other for other in state.participants if not agents.check([done_key(other.name)])]
         left = deadline - time.monotonic()
         if not waited_for or left <= 0:
             names = ", ".join(map(str, waited_for))
             why = f"not waited for any longer, after {timeout:g} s: node {names}" if names else ""
             return News(What.CLOSED, why, result=_result_of_all(state, where, waited_for, agents))
         with contextlib.suppress(DistStoreError):
-            keys = [ends.done_key(other) for other in waited_for]
+            keys = [done_key(other.name) for other in waited_for]
             agents.wait(keys, timedelta(seconds=min(left, _LOOK_AT_NODES)))
 
 
@@ -557,7 +556,8 @@ def _result_of_all(
 
     That is of no account if the job has gone on, and ended, without them.
     """
-    said = ends.published_ends(agents, [seat for seat in state.seats if seat.occupant not in waited_for])
+    keys = {seat: end_key(seat.last) for seat in state.seats if seat.occupant not in waited_for}
+    said = {seat: agents.get(key).decode() if agents.check([key]) else "" for seat, key in keys.items()}
     silent = [seat for seat in said if not said[seat]]
     if silent and state.policy is RoundPolicy.RANK:
         with contextlib.closing(JobInStore(where.store, lambda: True, lambda ask, _: ask())) as job:

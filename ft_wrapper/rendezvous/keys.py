@@ -59,3 +59,16 @@ def goodbye_key(name: str) -> str:
 def gone_key(name: str) -> str:
     """On etcd: set once a node has left the store; the last node to leave removes all keys."""
     return f"{_ROOT}/gone/{name}"
+
+
+# In the store that the agents of a round share
+
+
+def done_key(name: str) -> str:
+    """Set once a node is done."""
+    return f"done/{name}"
+
+
+def end_key(node_id: str) -> str:
+    """How a node's ranks have ended; empty if that is not known."""
+    return f"end/{node_id}"
