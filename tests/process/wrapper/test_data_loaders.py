@@ -92,7 +92,6 @@ def values(job: Job) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", LOADERS)
-@pytest.mark.tcp_only("the store has no part in it")
 def test_torchs_error_for_a_killed_worker_is_a_fault_of_its_rank(job: Job, kind: str) -> None:
     job.start(3, loads, kind, None, True, 20.0)
     assert [value[:2] for value in values(job)] == [[1, job[slot].pid] for slot in range(3)]
@@ -102,9 +101,8 @@ def test_torchs_error_for_a_killed_worker_is_a_fault_of_its_rank(job: Job, kind:
     assert "soft_timeout" not in logs
 
 
-@pytest.mark.tcp_only("the store has no part in it")
 def test_a_worker_that_does_not_answer_is_a_hang_and_no_process_is_ended(job: Job) -> None:
-    job.start(3, loads, "torch", 1000.0, True, 2.0)
+    job.start(3, loads, "torch", 1000.0, True, 1.5)
     ended = values(job)
     assert [value[:2] for value in ended] == [[1, job[slot].pid] for slot in range(3)]
     assert all([2, "SOFT_TIMEOUT"] in value[2] for value in ended)
@@ -112,7 +110,6 @@ def test_a_worker_that_does_not_answer_is_a_hang_and_no_process_is_ended(job: Jo
     assert re.search(r"restart 1: rank 2 \(.*?\) did not come to \w+ #\d+ of group 0, ", logs)
 
 
-@pytest.mark.tcp_only("the store has no part in it")
 def test_all_may_wait_for_a_slow_batch_without_hang_protection(job: Job) -> None:
-    job.start(3, loads, "torch", 5.0, False, 2.0)
+    job.start(3, loads, "torch", 3.0, False, 1.5)
     assert [value[0] for value in values(job)] == [0, 0, 0]

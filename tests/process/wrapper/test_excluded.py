@@ -82,51 +82,6 @@ def test_the_agent_is_told_that_an_excluded_one_is_not_missed(job: Job) -> None:
     job.wait_for_end()
 
 
-def test_one_stays_if_too_few_would_be_left(job: Job) -> None:
-    job.start(2, trains, max_faults=2, min_world_size=2, max_same_faults=None)
-    for n in range(3):
-        job.expect("in", n=n)
-        job.tell("raise", 1)
-    job.expect("in", n=3)
-    job.tell("finish")
-    assert job.wait() == [3, 3]
-    assert "stays, after 2 faults within 3600 s (max_faults=2); without it 1 of min_world_size=2" in line(
-        job, "restart 2: "
-    )
-
-
-def test_faults_long_ago_do_not_count(job: Job) -> None:
-    job.start(2, trains, max_faults=2, fault_window=1e-9, max_same_faults=None)
-    for n in range(3):
-        job.expect("in", n=n)
-        job.tell("raise", 1)
-    job.expect("in", n=3)
-    job.tell("finish")
-    assert job.wait() == [3, 3]
-
-
-def kill_twice(job: Job) -> None:
-    """Slot 1 dies in iterations 0 and 2; the spare, slot 2, stands in for it."""
-    job.expect("in", 0, 1, n=0)
-    job.kill(1)
-    job.expect("in", 0, 2, n=1)
-    job.start_again(1)
-    job.expect("in", 0, 1, n=2)
-    job.kill(1)
-    job.expect("in", 0, 2, n=3)
-
-
-def test_the_next_process_of_a_slot_that_died_too_often_is_not_let_in(job: Job) -> None:
-    job.start(3, trains, active_world_size=2, max_faults=2, on_join="now", rejoin_wait=0.0)
-    kill_twice(job)
-    job.start_again(1)
-    job.wait_for_end(1)
-    assert (job[1].error, job[1].code) == ("RankExcluded", 1)
-    job.tell("finish", 0, 2)
-    job.wait_for_end()
-    assert (job[0].value, job[2].value) == (3, 3)
-
-
 def comes_later(rank: Rank, *, repaired: str) -> int:
     """`trains`, but once there is a file a process comes two hours later."""
     if Path(repaired).exists():
@@ -134,9 +89,21 @@ def comes_later(rank: Rank, *, repaired: str) -> int:
     return trains(rank, active_world_size=2, max_faults=2, on_join="now", rejoin_wait=0.0)
 
 
-def test_a_repaired_slot_is_let_in_once_its_faults_do_not_count_any_more(job: Job, tmp_path: Path) -> None:
+def test_a_slot_that_died_too_often_is_not_let_in_until_its_faults_do_not_count(
+    job: Job, tmp_path: Path
+) -> None:
     job.start(3, comes_later, repaired=str(tmp_path / "repaired"))
-    kill_twice(job)
+    # Slot 1 dies in iterations 0 and 2; the spare, slot 2, stands in for it.
+    job.expect("in", 0, 1, n=0)
+    job.kill(1)
+    job.expect("in", 0, 2, n=1)
+    job.start_again(1)
+    job.expect("in", 0, 1, n=2)
+    job.kill(1)
+    job.expect("in", 0, 2, n=3)
+    job.start_again(1)
+    job.wait_for_end(1)
+    assert (job[1].error, job[1].code) == ("RankExcluded", 1)
     (tmp_path / "repaired").touch()
     job.start_again(1)
     job.expect("in", 0, 1, n=4)

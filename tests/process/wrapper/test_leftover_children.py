@@ -6,10 +6,8 @@ import concurrent.futures
 import multiprocessing
 import os
 import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -17,7 +15,7 @@ import pytest
 from rank_harness import SETTINGS, TIMEOUT, Job, Rank
 
 from ft_wrapper import CallWrapper, Wrapper
-from ft_wrapper.abort import AbortProcesses, AbortTorchDistributed
+from ft_wrapper.abort import AbortProcesses
 from ft_wrapper.restart import exit_watch
 
 FORK = multiprocessing.get_context("fork")
@@ -39,7 +37,6 @@ def has_children(rank: Rank, abort: str) -> Any:
     pools: list[concurrent.futures.ProcessPoolExecutor] = []
     settings: dict[str, Any] = {
         "default": {},
-        "torch's alone": {"abort": AbortTorchDistributed()},
         "spare": {"abort": AbortProcesses(keep=lambda process: process.pid in kept)},
         "find": {"abort": AbortProcesses(processes=lambda: [before.pid, started["Popen"].pid])},
     }[abort]
@@ -76,12 +73,10 @@ def has_children(rank: Rank, abort: str) -> Any:
     ("abort", "lost"),
     [
         ("default", {"daemon", "child", "pool's"}),
-        ("torch's alone", set()),
         ("spare", {"daemon", "pool's"}),
         ("find", {"before the call", "Popen"}),
     ],
 )
-@pytest.mark.tcp_only("the store has no part in it")
 def test_the_functions_children_end_with_the_iteration(job: Job, abort: str, lost: set[str]) -> None:
     job.start(1, has_children, abort)
     job.wait_for_end(leftovers=False)
@@ -122,8 +117,7 @@ def leaves_an_executor(rank: Rank, ends_before: bool, calls: int) -> Any:
     return [train(call=call) for call in range(calls)]
 
 
-@pytest.mark.parametrize(("ends_before", "calls"), [(True, 1), (False, 1), (False, 2)])
-@pytest.mark.tcp_only("the store has no part in it")
+@pytest.mark.parametrize(("ends_before", "calls"), [(True, 1), (False, 2)])
 def test_a_thread_that_an_interrupted_function_left_is_waited_for(
     job: Job, ends_before: bool, calls: int
 ) -> None:
@@ -142,8 +136,3 @@ def test_a_thread_that_an_interrupted_function_left_is_waited_for(
     assert all(said["told"] for said in job[0].said("waits")), (
         "the agent hears of it, whichever call has left it"
     )
-
-
-def test_torch_has_what_is_spared() -> None:
-    source = Path(sys.modules["torch"].__file__ or "").parent
-    assert "_pool_set" in (source / "_inductor/async_compile.py").read_text()

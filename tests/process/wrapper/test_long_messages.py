@@ -10,31 +10,35 @@ from rank_harness import SETTINGS, Job, Rank
 from ft_wrapper import CallWrapper, Wrapper
 from ft_wrapper.exception import JobAbort
 
-MESSAGES = {"longer than the store takes": "x" * 9_000_000, "a lone surrogate": "\ud800"}
+MESSAGES = ["x" * 9_000_000, "\ud800"]  # longer than a store takes; a lone surrogate
 
 
-def raises(rank: Rank, kind: str, message: str) -> Any:
+def raises(rank: Rank, last: int) -> Any:
     @Wrapper(**SETTINGS)
     def train(call_wrapper: CallWrapper) -> int:
-        if call_wrapper.iteration == 0 and rank.slot == 1:
-            raise {"error": ValueError, "end": JobAbort}[kind](MESSAGES[message])
-        if call_wrapper.iteration == 0:
-            rank.hang()
-        return call_wrapper.iteration
+        n = call_wrapper.iteration
+        if rank.slot == 1:
+            rank.hear()
+            if n == 2:
+                raise JobAbort(MESSAGES[last])
+            raise ValueError(MESSAGES[n])
+        rank.say("in", n=n)
+        return rank.hang()
 
     return train()
 
 
-@pytest.mark.parametrize("message", MESSAGES)
-def test_an_exception_with_such_a_message_restarts_all_ranks(job: Job, message: str) -> None:
-    job.start(2, raises, "error", message)
-    assert job.wait() == [1, 1]
-    (line,) = (line for one in job.ranks.values() for line in one.log.splitlines() if " restart 1: " in line)
-    assert "rank 1 (slot 1 on " in line and "raised ValueError: " in line and len(line) < 3000
-
-
-@pytest.mark.parametrize("message", MESSAGES)
-def test_a_job_abort_with_such_a_message_ends_the_job(job: Job, message: str) -> None:
-    job.start(2, raises, "end", message)
+@pytest.mark.parametrize("last", [0, 1], ids=["long", "surrogate"])
+def test_exceptions_with_such_messages_restart_all_ranks_and_a_job_abort_ends_the_job(
+    job: Job, last: int
+) -> None:
+    job.start(2, raises, last)
+    for n in range(3):
+        job.expect("in", 0, n=n)
+        job.tell("raise", 1)
     job.wait_for_end(leftovers=False)
     assert [job[slot].error for slot in range(2)] == ["JobEnded", "JobAbort"]
+    lines = [line for one in job.ranks.values() for line in one.log.splitlines()]
+    for n in (1, 2):
+        (line,) = (line for line in lines if f" restart {n}: " in line)
+        assert "rank 1 (slot 1 on " in line and "raised ValueError: " in line and len(line) < 3000

@@ -7,7 +7,6 @@ import sys
 import types
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from rank_harness import SETTINGS, Job, Rank, with_limits
@@ -20,7 +19,6 @@ from ft_wrapper import CallWrapper, LiveState, Wrapper
 # Importing FSDP takes seconds of CPU: of no interest here.
 PATIENT: dict[str, Any] = {"soft_timeout": 80.0, "hard_timeout": 90.0, "barrier_timeout": 100.0}
 RESTARTS = 3
-NIGHTLY = pytest.mark.nightly("one of each kind runs always")
 
 
 def settings() -> dict[str, Any]:
@@ -31,50 +29,28 @@ def settings() -> dict[str, Any]:
 # ---- nothing
 
 
-def plain_ddp() -> Any:
-    return DistributedDataParallel(torch.nn.Linear(8, 8))
+@needs_fsdp2_on_cpu
+def test_nothing_is_said_where_all_is_clean(job: Job) -> None:
+    job.start(4, trains)
+    assert job.wait() == [[RESTARTS, 0]] * 4
+    for slot in range(4):
+        said_nothing(job[slot].log)
 
 
-def fsdp2() -> Any:
+def trains(rank: Rank) -> list[int]:
+    """Fails in the backward pass of HSDP on one rank after another; a warning would be in the log."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-
-    return sharded(fully_shard, init_device_mesh("cpu", (2,)))
-
-
-def hsdp() -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    assert mesh["shard"].size() == 2
-    return sharded(fully_shard, mesh)
-
-
-def sharded(fully_shard: Any, mesh: Any) -> Any:
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
-    for part in (*model, model):
-        fully_shard(part, mesh=mesh)
-    return model
-
-
-def fsdp1() -> Any:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    return FullyShardedDataParallel(torch.nn.Linear(8, 8), device_id=torch.device("cpu"))
-
-
-MODELS = {"DDP": plain_ddp, "FSDP2": fsdp2, "HSDP": hsdp, "FSDP1": fsdp1}
-
-
-def trains(rank: Rank, name: str) -> list[int]:
-    """Fails in backward on one rank after another; a warning would be in the log."""
 
     @Wrapper(**with_limits(**settings()))
     def train(call_wrapper: CallWrapper) -> int:
         dist.init_process_group("gloo")
         n, size = call_wrapper.iteration, dist.get_world_size()
-        model = MODELS[name]()
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        assert mesh["shard"].size() == 2
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+        for part in (*model, model):
+            fully_shard(part, mesh=mesh)
         optimizer = torch.optim.AdamW(model.parameters())
         for step in range(2):
             loss = model(torch.ones(4, 8)).sum()
@@ -91,23 +67,6 @@ def trains(rank: Rank, name: str) -> list[int]:
 
     found: list[int] = []
     return [train(), *found]
-
-
-@pytest.mark.tcp_only("what outlives an iteration is no store's business")
-@pytest.mark.parametrize(
-    ("name", "ranks"),
-    [
-        pytest.param("DDP", 2, marks=NIGHTLY),
-        pytest.param("FSDP2", 2, marks=[needs_fsdp2_on_cpu, NIGHTLY]),
-        pytest.param("HSDP", 4, marks=needs_fsdp2_on_cpu),
-        pytest.param("FSDP1", 2, marks=NIGHTLY),
-    ],
-)
-def test_nothing_is_said_where_all_is_clean(job: Job, name: str, ranks: int) -> None:
-    job.start(ranks, trains, name)
-    assert job.wait() == [[RESTARTS, 0]] * ranks
-    for slot in range(ranks):
-        said_nothing(job[slot].log)
 
 
 def said_nothing(log: str) -> None:
@@ -151,7 +110,6 @@ def keeps_a_mesh(rank: Rank, restarts: int) -> list[str]:
         del sys.modules["mylib.cache"]
 
 
-@pytest.mark.tcp_only("what outlives an iteration is no store's business")
 def test_a_mesh_of_an_earlier_iteration_is_one_warning_and_its_holder_is_found(job: Job) -> None:
     job.start(2, keeps_a_mesh, 3)
     assert job.wait() == [[MESH]] * 2
@@ -170,7 +128,7 @@ def keeps_what_it_trained(rank: Rank) -> list[Any]:
     def train(call_wrapper: CallWrapper) -> list[Any]:
         dist.init_process_group("gloo")
         if call_wrapper.iteration == 0:
-            models.append(plain_ddp())
+            models.append(DistributedDataParallel(torch.nn.Linear(8, 8)))
             library.group = dist.new_group([0, 1])
         dist.barrier()
         if call_wrapper.iteration == 0:
@@ -184,7 +142,6 @@ def keeps_what_it_trained(rank: Rank) -> list[Any]:
         del sys.modules["mylib"]
 
 
-@pytest.mark.tcp_only("what outlives an iteration is no store's business")
 def test_models_and_groups_are_found_too(job: Job) -> None:
     job.start(2, keeps_what_it_trained)
     for found in job.wait():
@@ -199,25 +156,18 @@ def test_models_and_groups_are_found_too(job: Job) -> None:
 # ---- what stays on purpose
 
 
-def lives(rank: Rank, shards: bool) -> list[Any]:
-    """A live state; of FSDP2 it builds the modules again, and the old ones wait for the collector."""
-
+def lives(rank: Rank) -> list[Any]:
     @Wrapper(**with_limits(**settings()))
     def train(call_wrapper: CallWrapper) -> list[Any]:
         dist.init_process_group("gloo")
-        n, mesh = call_wrapper.iteration, None
-        if shards:
-            from torch.distributed.device_mesh import init_device_mesh
-            from torch.distributed.fsdp import fully_shard
-
-            mesh = init_device_mesh("cpu", (2,))
+        n = call_wrapper.iteration
 
         def build() -> dict[str, Any]:
-            model = sharded(fully_shard, mesh) if shards else torch.nn.Linear(8, 8)
+            model = torch.nn.Linear(8, 8)
             return {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
 
-        live = LiveState(call_wrapper, build, mesh=mesh)
-        model = live["model"] if shards else DistributedDataParallel(live["model"])
+        live = LiveState(call_wrapper, build)
+        model = DistributedDataParallel(live["model"])
         for _ in live.steps(2 * n + 2):
             live["optimizer"].zero_grad()
             model(torch.ones(4, 8)).sum().backward()
@@ -232,17 +182,11 @@ def lives(rank: Rank, shards: bool) -> list[Any]:
     return train()
 
 
-@pytest.mark.tcp_only("what outlives an iteration is no store's business")
-@pytest.mark.parametrize(
-    "shards",
-    [False, pytest.param(True, marks=[needs_fsdp2_on_cpu, NIGHTLY])],
-    ids=["DDP", "FSDP2"],
-)
-def test_a_live_state_is_not_left_over(job: Job, shards: bool) -> None:
-    job.start(2, lives, shards)
-    job.wait_for_end(leftovers=not shards)  # gc.freeze at the first restart froze the modules of iteration 0
+def test_a_live_state_is_not_left_over(job: Job) -> None:
+    job.start(2, lives)
+    for value in job.wait():
+        assert value == [2 * RESTARTS + 2, []]
     for slot in range(2):
-        assert job[slot].value == [2 * RESTARTS + 2, []]
         said_nothing(job[slot].log)
 
 
@@ -258,7 +202,6 @@ def keeps_its_group(rank: Rank) -> list[str]:
     return train()
 
 
-@pytest.mark.tcp_only("what outlives an iteration is no store's business")
 def test_a_kept_group_is_not_left_over(job: Job) -> None:
     """Where torch cannot keep it, it is none either."""
     job.start(2, keeps_its_group)

@@ -47,8 +47,8 @@ class Model:
         self.itself = self
 
 
-def runs_out(rank: Rank, *, how: str = "", **settings: Any) -> Any:
-    """In the first iteration slot 1 has no memory left; it looks what is freed, and when."""
+def runs_out(rank: Rank) -> Any:
+    """Slot 1 has no memory left, then slot 0 fails otherwise; they look what is freed, and when."""
     models: list[weakref.ref[Model]] = []
 
     def empty_cache() -> None:
@@ -64,48 +64,34 @@ def runs_out(rank: Rank, *, how: str = "", **settings: Any) -> Any:
         models.append(weakref.ref(model))
         raise RuntimeError("the forward pass failed") from torch.OutOfMemoryError(CUDA)
 
-    @Wrapper(**{**SETTINGS, "on_restart": on_restart, **settings})
-    def train(call_wrapper: CallWrapper) -> list[tuple[int, str]]:
-        rank.say("in", n=call_wrapper.iteration)
-        if call_wrapper.iteration == 1:
-            return [(fault.rank, fault.interruption.name) for fault in call_wrapper.faults]
-        if rank.slot == 1:
+    @Wrapper(**{**SETTINGS, "on_restart": on_restart})
+    def train(call_wrapper: CallWrapper) -> int:
+        n = call_wrapper.iteration
+        rank.say("in", n=n, faults=[(fault.rank, fault.interruption.name) for fault in call_wrapper.faults])
+        if n < 2 and rank.slot == (1, 0)[n]:
             rank.hear()
-            step(Model())
-        if how == "another exception" and rank.slot == 0:
-            rank.hear()
+            if n == 0:
+                step(Model())
             raise ValueError("told to")
-        return rank.hang()
+        return rank.hang() if n < 2 else n
 
     return train()
 
 
-def test_it_is_a_kind_of_fault_of_its_own(job: Job) -> None:
+def test_it_is_a_kind_of_fault_of_its_own_and_what_it_held_is_given_back(job: Job) -> None:
     job.start(3, runs_out)
     job.expect("in", n=0)
     job.tell("run out", 1)
-    assert job.wait() == [[[1, "OUT_OF_MEMORY"]]] * 3
+    job.expect("in", n=1, faults=[[1, "OUT_OF_MEMORY"]])
+    job.tell("raise", 0)
+    assert job.wait() == [2] * 3
     for slot in range(3):
-        [report] = [message["fields"] for message in job[slot].said("report")]
+        report = job[slot].said("report")[0]["fields"]
         assert report["interruption"] == "OUT_OF_MEMORY"
         assert report["cause"].startswith("rank 1 (slot 1 on ")
         assert report["cause"].endswith(f") raised torch.OutOfMemoryError: {CUDA}")
     [line] = [line for slot in range(3) for line in job[slot].log.splitlines() if "restart 1: " in line]
     assert f"raised torch.OutOfMemoryError: {CUDA}; no spare" in line
-
-
-def test_what_it_held_is_given_back_once_all_of_it_is_free(job: Job) -> None:
-    job.start(2, runs_out)
-    job.expect("in", n=0)
-    job.tell("run out", 1)
-    job.wait()
+    # Once all of it is free. Other exceptions give nothing back, nor do other ranks.
     assert [message["alive"] for message in job[1].said("gave back")] == [[False]]
-    assert not job[0].said("gave back")
-
-
-def test_other_exceptions_give_nothing_back(job: Job) -> None:
-    job.start(2, runs_out, how="another exception")
-    job.expect("in", n=0)
-    job.tell("raise", 0)
-    assert job.wait() == [[[0, "EXCEPTION"]]] * 2
-    assert not job[0].said("gave back") and not job[1].said("gave back")
+    assert not job[0].said("gave back") and not job[2].said("gave back")

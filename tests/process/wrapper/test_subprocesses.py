@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rank_harness import TIMEOUT
+from support.nightly import at_night
 from support.warm_ftrun import run_python
 
 INNER = """
@@ -26,94 +28,67 @@ import json, os, subprocess, sys
 from ft_wrapper import CallWrapper, Wrapper
 import torch.distributed as dist
 
-when, command = sys.argv[1], json.loads(sys.argv[2])
-removed = json.loads(sys.argv[3])
-runs = []
+runs = {}
 
-def evaluate():
+def evaluate(when):
     if os.environ["RANK"] == "0":
-        environment = {name: value for name, value in os.environ.items() if name not in removed}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
-        runs.append([done.returncode, done.stdout, done.stderr])
+        for what, (command, removed) in json.loads(sys.argv[1]).get(when, {}).items():
+            environment = {name: value for name, value in os.environ.items() if name not in removed}
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+            runs[f"{what} {when}"] = [done.returncode, done.stdout, done.stderr]
 
 @Wrapper(rejoin=True, soft_timeout=100, hard_timeout=110)
 def train(call_wrapper: CallWrapper):
     dist.init_process_group("gloo")
-    if when == "in it":
-        evaluate()
+    evaluate("in it")
     dist.barrier()
     return [os.environ["RANK"], call_wrapper.iteration]
 
-if when == "before":
-    evaluate()
+evaluate("before it")
 result = train()
-if when == "after":
-    evaluate()
+evaluate("after it")
 with open(f"{os.environ['RANK']}.json", "w") as out:
     is_marked = os.environ["FT_WRAPPER_PROCESS"].split()[0] == str(os.getpid())
     json.dump([result, is_marked, runs], out)
 """
 
-TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+INNER_COMMAND = [sys.executable, "inner.py"]
 LAUNCHERS = {
     "ftrun": ["-m", "ft_wrapper.run", "--nproc-per-node", "2"],
-    "torchrun": TORCHRUN,
+    "torchrun": ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"],
 }
 
 
-def run(
-    folder: Path, outer: str, when: str, command: list[str], removed: list[str] | None = None
-) -> list[str]:
-    """What the rank's subprocess did, whose outer job ended as without it."""
-    (folder / "outer.py").write_text(OUTER)
-    (folder / "inner.py").write_text(INNER)
-    words = [when, json.dumps([sys.executable, *command]), json.dumps(removed or [])]
-    done = run_python([*LAUNCHERS[outer], "outer.py", *words], TIMEOUT, cwd=folder)
+@pytest.mark.parametrize("outer", ["ftrun", *at_night("the other launcher runs always", ["torchrun"])])
+def test_what_a_rank_starts_is_not_the_rank(tmp_path: Path, outer: str) -> None:
+    """A job that it launches is a job of its own; a program with a rank's environment is refused."""
+    (inner,) = LAUNCHERS.keys() - {outer}
+    launched = [[sys.executable, *LAUNCHERS[inner], "inner.py"], []]
+    refused = [INNER_COMMAND, []]
+    commands: dict[str, dict[str, Any]] = {
+        "in it": {"launched": launched, "alone": [INNER_COMMAND, ["RANK", "WORLD_SIZE"]]},
+        "after it": {"refused": refused},
+    }
+    if outer == "torchrun":
+        commands["before it"] = {"launched": launched}
+        commands["in it"]["refused"] = refused
+        commands["after it"]["launched"] = launched
+    (tmp_path / "outer.py").write_text(OUTER)
+    (tmp_path / "inner.py").write_text(INNER)
+    done = run_python([*LAUNCHERS[outer], "outer.py", json.dumps(commands)], 2 * TIMEOUT, cwd=tmp_path)
     said = done.stdout + done.stderr
     assert done.returncode == 0, said
-    ends = [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+    ends = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
     assert [end[0] for end in ends] == [["0", 0], ["1", 0]], said
     assert [end[1] for end in ends] == [True, True], "what it starts after the call is not the rank either"
     assert "restart 1" not in said
-    (inner,) = ends[0][2]
-    return inner
-
-
-ALWAYS = [("ftrun", "torchrun", "in it"), ("ftrun", "torchrun", "after"), ("torchrun", "ftrun", "in it")]
-ALL = [(o, i, when) for o in LAUNCHERS for i in LAUNCHERS for when in ("before", "in it", "after")]
-
-
-@pytest.mark.parametrize(
-    ("outer", "inner", "when"),
-    [
-        *ALWAYS,
-        *(
-            pytest.param(*each, marks=pytest.mark.nightly("three of the twelve run always"))
-            for each in ALL
-            if each not in ALWAYS
-        ),
-    ],
-)
-def test_a_job_that_a_rank_launches_is_a_job_of_its_own(
-    tmp_path: Path, outer: str, inner: str, when: str
-) -> None:
-    code, said, errors = run(tmp_path, outer, when, [*LAUNCHERS[inner], "inner.py"])
-    assert code == 0, errors
-    assert said.count("inner [2, 0]") == 2, said
-
-
-@pytest.mark.parametrize("when", ["in it", "after"])
-@pytest.mark.parametrize("outer", LAUNCHERS)
-def test_a_process_that_has_inherited_a_ranks_environment_is_refused(
-    tmp_path: Path, outer: str, when: str
-) -> None:
-    code, said, errors = run(tmp_path, outer, when, ["inner.py"])
-    assert (code, said) == (1, "")
-    assert "ValueError: this process has inherited the environment of rank 0, process " in errors
-
-
-@pytest.mark.parametrize("outer", LAUNCHERS)
-def test_without_rank_and_world_size_it_runs_alone(tmp_path: Path, outer: str) -> None:
-    removed = ["RANK", "WORLD_SIZE"]
-    code, said, errors = run(tmp_path, outer, "in it", ["inner.py"], removed)
-    assert (code, said) == (0, "inner [1, 0]\n"), errors
+    runs = ends[0][2]
+    for what, (code, out, errors) in runs.items():
+        if what.startswith("launched"):
+            assert code == 0 and out.count("inner [2, 0]") == 2, out + errors
+        if what.startswith("alone"):
+            assert (code, out) == (0, "inner [1, 0]\n"), errors
+        if what.startswith("refused"):
+            assert (code, out) == (1, "")
+            assert "ValueError: this process has inherited the environment of rank 0, process " in errors
+    assert len(runs) == sum(map(len, commands.values()))

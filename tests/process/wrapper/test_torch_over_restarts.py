@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import gc
-import inspect
 import os
 import signal
 import weakref
@@ -13,17 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch._inductor.config
 import torch.distributed as dist
 import torch.distributed.checkpoint
 from rank_harness import SETTINGS, Job, Rank, with_limits
-from support.torch_versions import needs_async_save_processes, needs_fsdp2_on_cpu
+from support.torch_versions import needs_async_save_processes
 
 from ft_wrapper import CallWrapper, Wrapper
-from ft_wrapper.abort import AbortTorchDistributed, wait_for_released_groups
+from ft_wrapper.abort import AbortTorchDistributed
 from ft_wrapper.exception import RestartAbort
-from ft_wrapper.finalize import Finalize
-from ft_wrapper.initialize import Initialize
 from ft_wrapper.monitor.frames import checkpoint_failure
 from ft_wrapper.state import FrozenState
 from ft_wrapper.store import StoreMixin
@@ -40,33 +36,17 @@ def settings() -> dict[str, Any]:
 # ---- torch's own state
 
 
-class NotesGradients(Initialize):
-    """Before each entry."""
-
-    def __init__(self) -> None:
-        self.seen: list[bool] = []
-
-    def __call__(self, state: FrozenState) -> FrozenState:
-        self.seen.append(torch.is_grad_enabled())
-        return state
-
-
-class LeavesGradientsOff(Finalize):
-    """Notes whether they are on after the function was left, and turns them off once more."""
-
-    def __init__(self) -> None:
-        self.seen: list[bool] = []
-
-    def __call__(self, state: FrozenState) -> FrozenState:
-        self.seen.append(torch.is_grad_enabled())
-        torch._C._set_grad_enabled(False)
-        return state
-
-
 def leaves_gradients_off(rank: Rank) -> Any:
-    notes, finalize = NotesGradients(), LeavesGradientsOff()
+    before, after = [], []
 
-    @Wrapper(**with_limits(initialize=notes, finalize=finalize, **settings()))
+    def note(state: FrozenState) -> None:
+        before.append(torch.is_grad_enabled())
+
+    def leave_off(state: FrozenState) -> None:
+        after.append(torch.is_grad_enabled())
+        torch._C._set_grad_enabled(False)
+
+    @Wrapper(**with_limits(initialize=note, finalize=leave_off, **settings()))
     def train(call_wrapper: CallWrapper) -> bool:
         enabled = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # as an interrupt in the midst of `no_grad.__exit__` does
@@ -74,7 +54,7 @@ def leaves_gradients_off(rank: Rank) -> Any:
             raise ValueError
         return enabled
 
-    return [train(), notes.seen, all(finalize.seen)]
+    return [train(), before, all(after)]
 
 
 def test_torchs_state_is_put_back_before_each_entry(job: Job) -> None:
@@ -117,18 +97,16 @@ def compiles(rank: Rank) -> Any:
     def step(x: torch.Tensor) -> torch.Tensor:
         return x * 0 + dist.get_rank() + 10 * dist.get_world_size()
 
-    torch._inductor.config.compile_threads = 1  # torch 2.6 starts processes for them at once
-    compiled = torch.compile(step, backend="aot_eager")
-    torch.compile(lambda x: x + 1, backend="aot_eager")(torch.ones(1))  # imports
+    compiled = torch.compile(step, backend="eager")
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))  # imports
 
     @Wrapper(**with_limits(rejoin=True, active_world_size=2, **settings()))
     def train(call_wrapper: CallWrapper) -> list[Any]:
         from torch._dynamo.utils import counters
 
         dist.init_process_group("gloo")
-        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
         counters.clear()
-        said = compiled(model(torch.ones(1, 2))).item()
+        said = compiled(torch.ones(1)).item()
         frames = counters["frames"]["ok"]
         place = int(os.environ["RANK"])
         seen.append([call_wrapper.iteration, said == place + 20, frames > 0])
@@ -148,7 +126,7 @@ def compiles(rank: Rank) -> Any:
 
 
 def test_compiled_code_that_asks_for_its_rank_is_compiled_again_if_that_has_moved(job: Job) -> None:
-    """Aot_eager: what is under test is dynamo's, and inductor's C++ compiler takes half a minute."""
+    """What is under test is dynamo's, so no other compiler is used."""
     job.start(3, compiles)
     job.expect("in", 0, 1, n=1)
     job.send_signal(0, signal.SIGKILL)
@@ -158,59 +136,6 @@ def test_compiled_code_that_asks_for_its_rank_is_compiled_again_if_that_has_move
     assert promoted == [[2, True, True]]
     assert "; rank 0 will compile again; 2 active" in job[1].log + job[2].log
     assert (job[1].log + job[2].log).count("will compile again") == 1
-
-
-class AsksForItsRank(torch.nn.Module):
-    """Its output says which rank it was compiled for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Each rank has a factor of its own."""
-        return (x * self.weight * (dist.get_rank() + 1)).sum()
-
-
-def trains_compiled(rank: Rank) -> Any:
-    import torch._inductor.compile_fx  # the spare, too, while it has nothing to do
-
-    # Of the time that inductor takes, what can be spared: compiling in other processes, headers compiled
-    # ahead, and five programs that try what the processor can do.
-    torch._inductor.config.compile_threads = 1
-    torch._inductor.config.cpp_cache_precompile_headers = False
-    torch._inductor.config.cpp.vec_isa_ok = False
-
-    @Wrapper(**with_limits(active_world_size=2, **settings()))
-    def train(call_wrapper: CallWrapper) -> list[Any]:
-        place = int(os.environ["RANK"])
-        dist.init_process_group("gloo")
-        model = torch.nn.parallel.DistributedDataParallel(AsksForItsRank())
-        said = torch.compile(model)(torch.ones(4))
-        said.backward()
-        if call_wrapper.iteration == 0:
-            rank.say("in", said=said.item(), gradient=model.module.weight.grad.tolist())
-            rank.train()
-        return [place, said.item(), model.module.weight.grad.tolist()]
-
-    return train()
-
-
-@pytest.mark.tcp_only("what is compiled is no store's business, and inductor takes its time")
-@pytest.mark.nightly(
-    "test_compiled_code_that_asks_for_its_rank_is_compiled_again_if_that_has_moved runs always"
-)
-def test_a_compiled_ddp_model_that_asks_for_its_rank_trains_right_after_ranks_have_moved(
-    job: Job, tmp_path: Path
-) -> None:
-    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "compiled")}  # each kernel is compiled once
-    job.start(3, trains_compiled, env=cache)
-    first = job.expect("in", 0, 1)
-    assert [(in_["said"], in_["gradient"]) for in_ in first] == [(4.0, [1.5] * 4), (8.0, [1.5] * 4)]
-    job.send_signal(0, signal.SIGKILL)
-    # Rank 1 has become rank 0. With its old code both would be rank 1, and the gradient 2.
-    assert job.wait(killed=(0,)) == [[0, 4.0, [1.5] * 4], [1, 8.0, [1.5] * 4]]
-    assert "; rank 0 will compile again; 2 active" in job[1].log + job[2].log
 
 
 # ---- a checkpoint that fails
@@ -284,7 +209,6 @@ def saves_in_a_process(rank: Rank, folder: str) -> Any:
 @pytest.mark.nightly(
     "such a process is ended in tests/process/torch_state/test_compiled_and_garbage.py always"
 )
-@pytest.mark.tcp_only("who writes checkpoints is no store's business, and each one imports torch")
 def test_a_process_that_writes_checkpoints_for_async_save_goes_with_its_ranks(
     job: Job, tmp_path: Path
 ) -> None:
@@ -299,67 +223,27 @@ def test_a_process_that_writes_checkpoints_for_async_save_goes_with_its_ranks(
 # ---- old models
 
 
-def makes_models(rank: Rank, restarts: int, collects: bool) -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
+def makes_models(rank: Rank) -> Any:
     models: list[weakref.ref[torch.nn.Module]] = []
-    alive: list[list[int]] = []
+    alive: list[int] = []
 
-    def things() -> list[int]:
-        return [len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))]
-
-    @Wrapper(**with_limits(collect_garbage=collects, max_same_faults=None, **settings()))
-    def train(call_wrapper: CallWrapper) -> list[Any]:
-        n = call_wrapper.iteration
-        wait_for_released_groups()
-        living = [model() for model in models if model() is not None]
-        alive.append([n, len(living), *things(), "; ".join(map(who_holds, living[:1]))])
-        del living
-        dist.init_process_group("gloo")
-        model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Linear(256, 256))
-        for part in (*model, model):
-            fully_shard(part, mesh=init_device_mesh("cpu", (2,)))
-        model.own = [model]  # one cycle more
+    @Wrapper(**with_limits(collect_garbage=False, max_same_faults=None, **settings()))
+    def train(call_wrapper: CallWrapper) -> list[int]:
+        alive.append(sum(model() is not None for model in models))
+        model = torch.nn.Linear(8, 8)
+        model.own = [model]  # only a collector frees it
         models.append(weakref.ref(model))
-        optimizer = torch.optim.AdamW(model.parameters())
-        model(torch.ones(4, 256)).sum().backward()
-        optimizer.step()
-        if n < restarts:
-            if rank.slot == n % 2:
-                raise ValueError
-            rank.hang()
+        if call_wrapper.iteration < 3:
+            raise ValueError
         return alive
 
     gc.disable()  # nothing but the wrapper collects
     return train()
 
 
-def who_holds(thing: object) -> str:
-    """Kinds of objects that refer to it."""
-    return ", ".join(
-        f"{type(holder).__name__} {str(holder)[:80]}"
-        for holder in gc.get_referrers(thing)
-        if not inspect.isframe(holder)
-    )
-
-
-@pytest.mark.nightly("old models are looked for in test_old_iterations.py always")
-@needs_fsdp2_on_cpu
-def test_no_old_model_lives_over_thirty_restarts(job: Job) -> None:
-    job.start(2, makes_models, 30, True)
-    for alive in job.wait():
-        assert len(alive) == 31
-        assert [(n, models, holders) for n, models, *_, holders in alive if models] == []
-        for column in (2, 3):  # descriptors, threads
-            assert max(row[column] for row in alive[2:]) <= max(row[column] for row in alive[1:4]) + 2
-
-
-@needs_fsdp2_on_cpu
 def test_the_collector_can_be_left_to_the_user(job: Job) -> None:
-    job.start(2, makes_models, 3, False)
-    for alive in job.wait():
-        assert [models for _, models, *_ in alive] == [0, 1, 2, 3]
+    job.start(1, makes_models)
+    assert job.wait() == [[0, 1, 2, 3]]
 
 
 # ---- after a call

@@ -34,8 +34,7 @@ def cleans_up(rank: Rank, grace: float | None, seconds: float) -> Any:
     return train()
 
 
-@pytest.mark.parametrize(("grace", "seconds", "cleaned"), [(15.0, 2.0, 1), (None, 1000.0, 0)])
-@pytest.mark.tcp_only("the store has no part in it")
+@pytest.mark.parametrize(("grace", "seconds", "cleaned"), [(15.0, 1.5, 1), (None, 1000.0, 0)])
 def test_a_clean_up_gets_its_grace(job: Job, grace: float | None, seconds: float, cleaned: int) -> None:
     job.start(2, cleans_up, grace, seconds)
     job.expect("in", 0)
@@ -84,7 +83,6 @@ def leaves_handlers(rank: Rank, ends: str) -> Any:
 
 
 @pytest.mark.parametrize("ends", ["return", "error"])
-@pytest.mark.tcp_only("the store has no part in it")
 def test_handlers_that_the_function_leaves_are_put_back(job: Job, ends: str) -> None:
     job.start(2, leaves_handlers, ends)
     for _ in range(2):

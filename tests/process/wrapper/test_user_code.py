@@ -15,7 +15,6 @@ from support.nightly import at_night
 
 from ft_wrapper import CallWrapper, FrozenState, Wrapper, health_check
 from ft_wrapper.exception import JobAbort, RankShouldRestart
-from ft_wrapper.finalize import Finalize
 from ft_wrapper.health_check import HealthCheck
 from ft_wrapper.rank_assignment import RankAssignment, RankAssignmentCtx, ShiftRanks
 from ft_wrapper.restart import call, loop
@@ -25,79 +24,70 @@ from ft_wrapper.store import TCPStore
 # ---- RankShouldRestart, raised by the function itself
 
 
-def raises_the_interruption(rank: Rank, **settings: Any) -> Any:
-    long = {"soft_timeout": 100.0, "hard_timeout": 110.0, "barrier_timeout": 200.0}
+def raises_the_interruption(rank: Rank) -> Any:
+    settings = {"max_same_faults": 2, "soft_timeout": 100.0, "hard_timeout": 110.0, "barrier_timeout": 200.0}
 
-    @Wrapper(**with_limits(**{**SETTINGS, **long, **settings}))
-    def train(call_wrapper: CallWrapper) -> list[Any]:
-        if call_wrapper.iteration < 2 or settings:
-            if rank.slot == 1:
-                raise RankShouldRestart("I want all of this again")
-            rank.train()
-        return [call_wrapper.iteration, [record.rank for record in call_wrapper.faults]]
+    @Wrapper(**with_limits(**{**SETTINGS, **settings}))
+    def train() -> None:
+        if rank.slot == 1:
+            raise RankShouldRestart("I want all of this again")
+        rank.train()
 
     return train()
 
 
-def test_a_function_that_raises_it_restarts_at_once(job: Job) -> None:
-    """Within the tests' patience, which is shorter than two soft timeouts."""
-    job.start(3, raises_the_interruption)
-    assert job.wait() == [[2, [1]]] * 3
-    assert "I want all of this again" in "".join(process.log for process in job.ranks.values())
-
-
 def test_it_never_leaves_the_call(job: Job) -> None:
-    job.start(2, raises_the_interruption, max_same_faults=2)
+    """It restarts at once, within the tests' patience, which is shorter than two soft timeouts."""
+    job.start(2, raises_the_interruption)
     job.wait_for_end()
     assert [process.error for process in job.ranks.values()] == ["JobEnded", "RestartAbort"]
     assert "RankShouldRestart at test_user_code.py" in job[1].text
+    assert "I want all of this again" in "".join(process.log for process in job.ranks.values())
 
 
 # ---- children that the function forks
 
 
-def forks(rank: Rank, end: str, nested: bool) -> Any:
+class OfTheRank(Exception):
+    """What a child must not see."""
+
+
+ENDS: list[tuple[BaseException | None, int]] = [
+    (None, 0),
+    (SystemExit(None), 0),
+    (SystemExit(3), 3),
+    (SystemExit("words"), 1),
+    (ValueError("in the child"), 1),
+    (KeyboardInterrupt(), 1),
+    (RankShouldRestart("I want it again"), 1),
+    (JobAbort("in the child"), 1),
+]
+
+
+def forks(rank: Rank) -> Any:
+    """Forks a child for each way to end, which leaves the function by it, behind a block of its own."""
+
     @Wrapper(**SETTINGS)
     def train(call_wrapper: CallWrapper) -> list[Any]:
         codes = []
-        if rank.slot == 1 and call_wrapper.iteration == 0:
+        for error, _ in ENDS if rank.slot == 1 else ():
             pid = os.fork()
-            if pid == 0 and nested:
-                with contextlib.suppress(ValueError), call_wrapper.atomic():
-                    raise ValueError("for the child alone")
             if pid == 0:
-                if end == "returns":
+                with contextlib.suppress(OfTheRank), call_wrapper.atomic():
+                    raise OfTheRank
+                if error is None:
                     return ["as the rank"]
-                raise {
-                    "exits": SystemExit(None),
-                    "exits with 3": SystemExit(3),
-                    "exits with words": SystemExit("words"),
-                    "raises": ValueError("in the child"),
-                    "is interrupted": KeyboardInterrupt(),
-                    "restarts": RankShouldRestart("I want it again"),
-                    "gives up": JobAbort("in the child"),
-                }[end]
+                raise error
             codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
         return [call_wrapper.iteration, codes]
 
     return train()
 
 
-FORKED = {"returns": 0, "exits": 0, "exits with 3": 3, "gives up": 1}
-
-
-@pytest.mark.parametrize("nested", [False, *at_night("one child runs always", [True])])
-@pytest.mark.parametrize("end", ["returns", "exits", "exits with 3", "exits with words", "raises"])
-def test_a_forked_child_is_not_the_rank(job: Job, end: str, nested: bool) -> None:
-    job.start(2, forks, end, nested)
-    assert job.wait() == [[0, []], [0, [FORKED.get(end, 1)]]]
-    assert ("in the child" in job[1].log) == (end == "raises")
-
-
-@pytest.mark.parametrize("end", ["is interrupted", "restarts", "gives up"])
-def test_a_forked_child_that_raises_what_ends_a_rank_ends_alone(job: Job, end: str) -> None:
-    job.start(2, forks, end, False)
-    assert job.wait() == [[0, []], [0, [1]]]
+def test_a_forked_child_is_not_the_rank(job: Job) -> None:
+    job.start(2, forks)
+    assert job.wait() == [[0, []], [0, [code for _, code in ENDS]]]
+    assert "ValueError: in the child" in job[1].log
 
 
 # ---- a rank assignment that says nothing
@@ -127,7 +117,7 @@ def has_an_assignment(rank: Rank, assignment: str) -> Any:
     return train()
 
 
-@pytest.mark.parametrize("assignment", ["unchanged", "shifts"])
+@pytest.mark.parametrize("assignment", ["unchanged", *at_night("another one runs always", ["shifts"])])
 def test_a_rank_assignment_that_says_nothing_of_it_makes_all_ranks_active(job: Job, assignment: str) -> None:
     job.start(3, has_an_assignment, assignment)
     job.wait_for_end()
@@ -166,26 +156,11 @@ def has_a_health_check(rank: Rank, slot: int, calls: list[int], **settings: Any)
     return train()
 
 
-def test_one_that_fails_before_an_entry_is_a_fault_and_asked_again(job: Job) -> None:
-    """What was a moment's failure costs a restart, and no rank."""
-    job.start(2, has_a_health_check, 1, [0])
-    assert job.wait() == [[1, "2", ["EXCEPTION"]]] * 2
-    assert "health check failed on rank 1" in job[1].log
-
-
 def test_one_that_still_fails_after_that_ends_its_rank(job: Job) -> None:
     job.start(2, has_a_health_check, 1, [0, 1])
     job.tell("go on", 0)
     job.wait_for_end()
     assert job[1].error == "HealthCheckError" and "told to" in job[1].text
-    assert job[0].value[:2] == [1, "1"]
-
-
-def test_one_that_fails_after_a_fault_ends_its_rank(job: Job) -> None:
-    job.start(2, has_a_health_check, 1, [1])
-    job.tell("go on")
-    job.wait_for_end()
-    assert job[1].error == "HealthCheckError"
     assert job[0].value[:2] == [1, "1"]
 
 
@@ -208,14 +183,6 @@ def _raise(signum: int, frame: Any) -> None:
     raise Signalled("a worker was killed")
 
 
-class SignalsItself(Finalize):
-    """In the wrapper's own code, as seen from the function: between leaving and entering it."""
-
-    def __call__(self, state: FrozenState) -> FrozenState:
-        os.kill(os.getpid(), signal.SIGCHLD)
-        return state
-
-
 def is_signalled(rank: Rank, place: str) -> Any:
     """A signal whose handler raises an `Exception` comes at some place of the wrapper's own."""
     if rank.slot == 1 and place == "while it gets its rank":
@@ -235,10 +202,15 @@ def is_signalled(rank: Rank, place: str) -> Any:
             return await_completion(self, *args)
 
         loop.Membership.await_completion = signalled  # type: ignore[method-assign]
-    finalize = SignalsItself() if rank.slot == 1 and place == "between two iterations" else None
+
+    def signal_itself(state: FrozenState) -> None:
+        """In the wrapper's own code, as seen from the function: between leaving and entering it."""
+        if rank.slot == 1 and place == "between two iterations":
+            os.kill(os.getpid(), signal.SIGCHLD)
+
     previous = signal.getsignal(signal.SIGCHLD)
 
-    @Wrapper(**SETTINGS, finalize=finalize)
+    @Wrapper(**SETTINGS, finalize=signal_itself)
     def train(call_wrapper: CallWrapper) -> list[Any]:
         if call_wrapper.iteration == 0:
             signal.signal(signal.SIGCHLD, _raise)  # as torch does for a DataLoader
@@ -300,35 +272,6 @@ def test_ctrl_c_is_kept_from_nobody(job: Job) -> None:
     assert job[0].value == [1, "1"]
 
 
-# ---- call_wrapper, without an annotation
-
-
-def fills_in_by_name(rank: Rank) -> Any:
-    def default(value: int, call_wrapper=None) -> Any:  # type: ignore[no-untyped-def]
-        return type(call_wrapper).__name__
-
-    def plain(call_wrapper, value: int) -> Any:  # type: ignore[no-untyped-def]
-        return type(call_wrapper).__name__
-
-    def another_is_annotated(value: int, call_wrapper=None, mine: CallWrapper | None = None) -> Any:  # type: ignore[no-untyped-def]
-        return [call_wrapper, type(mine).__name__]
-
-    def annotated_otherwise(value: int, call_wrapper: str = "mine") -> Any:
-        return call_wrapper
-
-    def more(value: int, **call_wrapper: int) -> Any:
-        return call_wrapper
-
-    functions = (default, plain, another_is_annotated, annotated_otherwise, more)
-    return [Wrapper(**SETTINGS)(function)(value=1) for function in functions]  # type: ignore[operator]
-
-
-@pytest.mark.tcp_only("it is about the arguments; no restart")
-def test_call_wrapper_without_an_annotation_is_filled_in_by_its_name(job: Job) -> None:
-    job.start(1, fills_in_by_name)
-    assert job.wait() == [["CallWrapper", "CallWrapper", [None, "CallWrapper"], "mine", {}]]
-
-
 # ---- CUDA
 
 
@@ -381,18 +324,16 @@ def has_used_cuda(rank: Rank, store: str = "") -> list[Any]:
     return train()
 
 
-@pytest.mark.tcp_only("the monitor hosts the store")
 def test_cuda_before_the_call_has_the_monitor_started_by_exec(job: Job) -> None:
-    job.start(3, has_used_cuda)
+    job.start(2, has_used_cuda)
     job.expect("trains")
     for rank in job.ranks.values():
         (monitor,) = psutil.Process(rank.pid).children()
         assert "ft_wrapper.monitor.beside" in " ".join(monitor.cmdline())
-    job.kill(2)
-    assert job.wait(killed=(2,)) == [[2, 2]] * 2
+    job.kill(1)
+    assert job.wait(killed=(1,)) == [[2, 1]]
 
 
-@pytest.mark.tcp_only("no store is used")
 def test_cuda_before_the_call_with_a_store_that_cannot_be_sent(job: Job) -> None:
     job.start(1, has_used_cuda, "own")
     job.wait_for_end()
