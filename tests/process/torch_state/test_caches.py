@@ -26,6 +26,7 @@ from ft_wrapper.torch_groups import tracker
 from ft_wrapper.torch_groups.release import release_process_groups
 
 sys.path.append(str(Path(__file__).parents[2]))
+from support.nightly import at_night
 from support.warm_ftrun import run_python
 
 FAST = "DTensor's fast cache"
@@ -42,7 +43,6 @@ ITS_HOLDER = {
     TOPOLOGY: "MeshTopoInfo.build_from_mesh",
     FUNCTIONS: "torch.distributed.nn.functional.",
 }
-MESHES: list[dict[str, Any]] = [{"shape": [4], "names": ["dp"]}, {"shape": [2, 2], "names": ["r", "s"]}]
 ROOT = Path(__file__).parents[3]
 
 
@@ -50,26 +50,21 @@ ROOT = Path(__file__).parents[3]
 
 
 class Job:
-    """Iterations on one layout of the mesh."""
-
-    def __init__(self, shape: list[int], names: list[str]) -> None:
-        self.shape, self.names = tuple(shape), tuple(names)
+    """Iterations on a mesh of two dimensions."""
 
     def begin(self, rank: int) -> Any:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
-        return init_device_mesh("cpu", self.shape, mesh_dim_names=self.names)
+        return init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "s"))
 
     def operations(self, mesh: Any) -> dict[str, Any]:
         """Results, all of which must be on this mesh."""
         from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
         from torch.distributed.tensor._op_schema import OpSchema
 
-        last = len(self.shape) - 1
-        whole = [Replicate()] * len(self.shape)
-        rows = [Replicate()] * last + [Shard(0)]
+        whole, rows = [Replicate(), Replicate()], [Replicate(), Shard(0)]
         numbers = torch.arange(64.0).view(8, 8)
         a = distribute_tensor(numbers, mesh, whole, src_data_rank=None)
         s = distribute_tensor(numbers, mesh, rows, src_data_rank=None)
@@ -131,10 +126,8 @@ def not_forgotten(left: list[Leak]) -> list[str]:
     return found
 
 
-def _what_is_left(
-    shape: list[int], names: list[str], left_out: list[str], forgets: bool, thread: bool
-) -> dict[str, Any]:
-    job = Job(shape, names)
+def _what_is_left(left_out: str, forgets: bool, thread: bool) -> dict[str, Any]:
+    job = Job()
     work = WorkingThread() if thread else None
     do = work.do if work is not None else lambda function: function()
     things = tracker.begin_tracking()
@@ -145,7 +138,7 @@ def _what_is_left(
     del mesh
     release_process_groups(aborted=True)
     if forgets:
-        _torch_caches._STEPS = tuple(step for step in _torch_caches._STEPS if step[0] not in left_out)
+        _torch_caches._STEPS = tuple(step for step in _torch_caches._STEPS if step[0] != left_out)
         _torch_caches.clear_caches()
     gc.collect()
     things.enter(1)
@@ -188,28 +181,21 @@ class WorkingThread:
             self._done.release()
 
 
-def what_is_left(
-    mesh: dict[str, Any], left_out: str = "", *, forgets: bool = True, thread: bool = False
-) -> dict[str, Any]:
-    arguments = {**mesh, "left_out": [left_out], "forgets": forgets, "thread": thread}
+def what_is_left(left_out: str = "", *, forgets: bool = True, thread: bool = False) -> dict[str, Any]:
+    arguments = {"left_out": left_out, "forgets": forgets, "thread": thread}
     ran = run_python([__file__, json.dumps(arguments)], timeout=300)
     assert ran.returncode == 0, ran.stderr
     found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
     return found
 
 
-by_mesh = pytest.mark.parametrize("mesh", MESHES, ids=["1-D", "2-D"])
+def test_nothing_of_the_old_rank_is_left() -> None:
+    assert what_is_left() == {"wrong": [], "not forgotten": []}
 
 
-@by_mesh
-def test_nothing_of_the_old_rank_is_left(mesh: dict[str, Any]) -> None:
-    assert what_is_left(mesh) == {"wrong": [], "not forgotten": []}
-
-
-@by_mesh
-def test_torch_alone_gives_another_ranks_rows(mesh: dict[str, Any]) -> None:
+def test_torch_alone_gives_another_ranks_rows() -> None:
     """Once this fails, torch knows that ranks move, and the caches need not be cleared."""
-    left = what_is_left(mesh, forgets=False)
+    left = what_is_left(forgets=False)
     assert "wrong rows" in left["wrong"]
     # One holder is named; others would be hidden behind it.
     assert {RANDOM, SYMMETRIC, FUNCTIONS} < set(left["not forgotten"])
@@ -245,21 +231,22 @@ def test_functions_let_go_of_the_default_group_of_their_import() -> None:
         dist.destroy_process_group()
 
 
+ELSEWHERE = (RANDOM, FUNCTIONS, SYMMETRIC)
+ALWAYS = [what for what in ITS_MISTAKES if what not in ELSEWHERE]
+
+
 @pytest.mark.parametrize(
-    "mesh",
-    [pytest.param(MESHES[0], marks=pytest.mark.nightly("two dimensions run always")), MESHES[1]],
-    ids=["1-D", "2-D"],
+    "left_out", [*ALWAYS, *at_night("what they drop is dropped in this process always", ELSEWHERE)]
 )
-@pytest.mark.parametrize("left_out", ITS_MISTAKES)
-def test_a_step_that_is_left_out_is_named(mesh: dict[str, Any], left_out: str) -> None:
-    left = what_is_left(mesh, left_out)
+def test_a_step_that_is_left_out_is_named(left_out: str) -> None:
+    left = what_is_left(left_out)
     assert left["not forgotten"] == [left_out]
     assert set(left["wrong"]) == ITS_MISTAKES[left_out]
 
 
 def test_a_thread_of_the_users_that_lives_over_a_restart_keeps_its_fast_cache() -> None:
     """As docs/usage.md says; what Python keeps is dropped in all threads."""
-    left = what_is_left(MESHES[0], thread=True)
+    left = what_is_left(thread=True)
     assert "wrong rows" in left["wrong"] and "propagation" not in left["wrong"]
     assert left["not forgotten"] == [FAST]
 
@@ -314,6 +301,7 @@ def test_an_older_torch_need_not_have_them(
     assert not caplog.records
 
 
+@pytest.mark.nightly("a process that imports torch anew; what is kept is looked for always")
 def test_nothing_is_imported_for_it() -> None:
     code = (
         "import sys, torch.distributed; from ft_wrapper.torch_groups import caches;"
