@@ -73,13 +73,13 @@ class Rank:
         self.enter(iteration, world_size)
         dist.init_process_group("gloo", timeout=timedelta(seconds=4 * TIMEOUT))
 
-    def hang(self) -> None:
-        """Lives, and does nothing, until the others are through."""
-        self.control.wait(["through"])
+    def hang(self, n: int = 0) -> None:
+        """Lives, and does nothing, until the others are through, for the n-th time."""
+        self.control.wait([f"through {n}"])
 
-    def through(self) -> None:
-        if self.control.add("count", 1) == self.world_size - 1:
-            self.control.set("through", "1")
+    def through(self, n: int = 0) -> None:
+        if self.control.add(f"count {n}", 1) == self.world_size - 1:
+            self.control.set(f"through {n}", "1")
 
     def all_have_left(self, iteration: int) -> None:
         """Waits until every rank has called it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 from collections.abc import Iterator
@@ -62,17 +61,11 @@ def abort(*groups: Group) -> None:
         _abort._abort_backends()
 
 
-@pytest.mark.parametrize("name", ["nccl", "nccl2", "xccl", "someone's own"])
-def test_any_backend_is_aborted(name: str) -> None:
+def test_any_backend_is_aborted_but_gloo_which_is_left_to_its_sockets() -> None:
     said: list[str] = []
-    abort(*(Group(str(n), said, Backend(name), Backend("gloo")) for n in (0, 2, 1)))
-    assert sorted(said) == ["0", "1", "2"]
-
-
-def test_gloo_is_left_to_its_sockets() -> None:
-    said: list[str] = []
-    abort(Group("0", said, Backend("gloo")))
-    assert said == []
+    names = ["nccl", "nccl2", "someone's own"]
+    abort(*(Group(name, said, Backend(name), Backend("gloo")) for name in [*names, "gloo"]))
+    assert sorted(said) == sorted(names)
 
 
 def test_one_that_fails_keeps_no_other_from_it(caplog: pytest.LogCaptureFixture) -> None:
@@ -196,14 +189,14 @@ def groups_of(*kinds: OnAbort) -> list[Any]:
 THREE = (OnAbort.RETURNS, OnAbort.IS_SLOW, OnAbort.RAISES)
 
 
-@pytest.mark.parametrize("kinds", list(itertools.permutations(THREE)))
+@pytest.mark.parametrize("kinds", [THREE, THREE[::-1]])
 def test_three_blocked_groups_are_freed(kinds: tuple[OnAbort, ...], release: None) -> None:
     blocked = [Blocked(group) for group in groups_of(*kinds)]
     abort_all()
     assert all(one.is_freed() for one in blocked)
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
 def test_aborts_that_depend_on_each_other_are_under_way_together(
     order: tuple[int, ...], release: None
 ) -> None:

@@ -17,18 +17,16 @@ from typing import Any
 import abort_ranks
 import torch
 import torch.distributed as dist
-from abort_ranks import MOST_ABORTS, TIMEOUT, Rank, run_ranks
-from torch._C._distributed_c10d import PrefixStore
+from abort_ranks import MOST_ABORTS
 
-from ft_wrapper.abort import AbortTorchDistributed, close_aborted_sockets, wait_for_released_groups
-from ft_wrapper.state import FrozenState
+from ft_wrapper.abort import close_aborted_sockets
 from ft_wrapper.torch_groups.gloo import shut_down_gloo_sockets
 
 CYCLES = int(os.environ.get("FT_WRAPPER_TEST_ABORTS", "0"))
 MAY_BE_LOST = 1 + CYCLES // 500
+AGAIN = 0.25  # seconds, as in the wrapper
 LOST = timedelta(seconds=6)
 """Who waits for a lost send waits for so long, and then gets an error that says so."""
-AGAIN = 0.25  # seconds, as in the wrapper
 
 
 def freed_or_lost(error: RuntimeError) -> str:
@@ -81,67 +79,3 @@ def test_groups_within_one_process() -> None:
     assert seen["freed"] > 0
     assert seen["lost"] <= MAY_BE_LOST, f"sends were lost: {seen}"
     assert len(descriptors) == 1
-
-
-def trains(rank: Rank) -> Any:
-    """Cycles of training, abort, and release, each rank in its own time, as the wrapper goes about it."""
-    outcomes: collections.Counter[str] = collections.Counter()
-    latencies = []
-    descriptors = set()
-    dice = random.Random(rank.rank)
-    aborts = rank.connect()
-    groups = rank.connect()
-    for cycle in range(CYCLES or 20):
-        dist.init_process_group(
-            "gloo",
-            store=PrefixStore(str(cycle), groups),
-            rank=rank.rank,
-            world_size=rank.world_size,
-            timeout=LOST,
-        )
-        layers = [torch.nn.Linear(150, 150) for _ in range(6)]
-        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=0.2)
-        ended_at: list[float] = []
-        left = threading.Event()
-
-        def abort(cycle: int = cycle, ended_at: list[float] = ended_at, left: threading.Event = left) -> None:
-            if rank.rank == 0:
-                time.sleep(dice.random() * 0.05)  # the moment is what is varied
-                aborts.set(f"over {cycle}", "1")
-            aborts.wait([f"over {cycle}"])
-            ended_at.append(time.monotonic())
-            plug_in, state = AbortTorchDistributed(), FrozenState(rank=rank.rank, world_size=rank.world_size)
-            plug_in(state)
-            while not left.wait(AGAIN):
-                plug_in(state)
-
-        thread = threading.Thread(target=abort)
-        thread.start()
-        try:
-            while True:
-                model(torch.ones(2, 150)).sum().backward()
-        except RuntimeError as error:
-            latencies.append(time.monotonic())
-            outcomes[freed_or_lost(error)] += 1
-        left.set()
-        thread.join()
-        latencies[-1] -= ended_at[0]
-        del model, layers
-        abort_ranks.leave()
-        rank.all_have_left(cycle)
-        close_aborted_sockets()
-        if cycle % 10 == 9:
-            assert wait_for_released_groups(TIMEOUT)
-            descriptors.add(len(abort_ranks.fds()))
-    return dict(outcomes), descriptors, sorted(latencies)
-
-
-def test_ddp_in_processes() -> None:
-    results = run_ranks(trains, timeout=TIMEOUT + CYCLES)
-    assert sum(outcomes.get("lost", 0) for outcomes, _, _ in results) <= MAY_BE_LOST, results
-    for outcomes, descriptors, latencies in results:
-        print(
-            outcomes, "freed after", [latencies[int(len(latencies) * part)] for part in (0, 0.5, 0.9, 0.99)]
-        )
-        assert sum(outcomes.values()) == (CYCLES or 20)
-        assert len(descriptors) == 1

@@ -29,7 +29,7 @@ from ft_wrapper.state import FrozenState
 from ft_wrapper.store.bounded import in_background
 from ft_wrapper.torch_groups import release
 
-CYCLES = 21
+CYCLES = 9
 
 
 def ddp() -> torch.nn.Module:
@@ -112,23 +112,19 @@ def test_an_interrupted_init_leaves_no_trace_in_group_names() -> None:
 
 def left_between_registration_and_default(rank: Rank) -> Any:
     """The main thread may be interrupted when the group is registered but not yet the default one."""
-    rank.init(0)
+    rank.init(2)
     dist.distributed_c10d._update_default_pg(None)
     assert not dist.is_initialized() and dist.distributed_c10d._world.pg_map
     abort_ranks.leave()
-    rank.init(1)
+    rank.init(3)
     dist.all_reduce(total := torch.ones(1))
     abort_ranks.leave()
     return int(total)
 
 
-def test_a_half_registered_group_is_released() -> None:
-    assert run_ranks(left_between_registration_and_default, world_size=2) == [2, 2]
-
-
 def normal_return(rank: Rank) -> Any:
     """Operations in flight come to their end."""
-    rank.init(0)
+    rank.init(4)
     before = abort_ranks.threads()
     tensors = [torch.ones(100_000) for _ in range(20)]
     works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
@@ -138,10 +134,6 @@ def normal_return(rank: Rank) -> Any:
     assert not dist.is_initialized()
     assert wait_for_released_groups(TIMEOUT)
     return before > abort_ranks.threads(), [int(tensor[-1]) for tensor in tensors]
-
-
-def test_groups_are_released_after_a_normal_return() -> None:
-    assert run_ranks(normal_return, world_size=2) == [(True, [2] * 20)] * 2
 
 
 class Backend:
@@ -215,9 +207,15 @@ def other_sockets(rank: Rank) -> Any:
     return answers
 
 
-def test_no_other_socket_is_touched() -> None:
-    for answers in run_ranks(other_sockets, world_size=2):
+def leaves_in_several_ways(rank: Rank) -> Any:
+    return other_sockets(rank), left_between_registration_and_default(rank), normal_return(rank)
+
+
+def test_groups_are_released_whole_and_no_other_socket_is_touched() -> None:
+    for answers, total, returned in run_ranks(leaves_in_several_ways, world_size=2, iterations=5):
         assert answers == [(b"there", b"back")] * 3 + [True, True]
+        assert total == 2
+        assert returned == (True, [2] * 20)
 
 
 def test_nothing_happens_where_torch_distributed_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
