@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,12 +14,9 @@ from rank_harness import Job, Template, running  # noqa: E402
 
 
 @pytest.fixture(scope="package")
-def template() -> Iterator[Template]:
-    """One process imports torch, and all ranks are forked from it; it finds the bodies of this folder."""
-    path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", path)
-        template = Template()
+def template(warm_process: None) -> Iterator[Template]:
+    """One process has imported torch, and forks all ranks; it finds the bodies of this folder."""
+    template = Template(str(HERE))
     yield template
     template.close()
 

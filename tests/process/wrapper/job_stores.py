@@ -1,7 +1,4 @@
-"""Runs tests of jobs of rank processes on every store that a job may have: on a TCPStore and on etcd alike.
-
-Except for those marked `tcp_only`. To keep the suite short most of them run on etcd nightly only.
-"""
+"""Runs tests of jobs of rank processes on the stores that a job may have: on a TCPStore, and on etcd."""
 
 from __future__ import annotations
 
