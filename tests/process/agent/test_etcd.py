@@ -182,10 +182,7 @@ def test_a_wrapped_job_over_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     issued.private_key_pem.write_to_path(files["key"])
     for variable, name in (("CACERT", "ca"), ("CERT", "cert"), ("KEY", "key")):
         monkeypatch.setenv(f"ETCDCTL_{variable}", files[name])
-    with (
-        EtcdServer(tls=EtcdTLS(**files)) as server,
-        EtcdCluster(tmp_path, WRAPPED, nnodes="1") as cluster,
-    ):
+    with EtcdServer(tls=EtcdTLS(**files)) as server, EtcdCluster(tmp_path, WRAPPED, nnodes="1") as cluster:
         cluster.use(server)
         assert server.endpoints.startswith("https://")
         node = cluster.start("0")
@@ -203,6 +200,7 @@ def end_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., 
 
     def end(endpoint: str, is_down: bool = False) -> str:
         options = ["--nnodes", "1", "--rdzv-backend", "etcd", "--rdzv-endpoint", endpoint, "--rdzv-id", "job"]
+        options += ["--rdzv-conf", "read_timeout=2"]
         try:
             code = main([*options, str(script)])
         except SystemExit as ended:  # of what the command line itself is checked for

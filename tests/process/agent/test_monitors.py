@@ -13,7 +13,6 @@ import select
 import signal
 import socket
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,9 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_job import FtRun, await_that
+from agent_job import FtRun, await_that, write_script
 from monitored_rank import SETTINGS, TIMEOUT, Rank
-from support import warm_ftrun
 
 from ft_wrapper.exception import StoreError
 from ft_wrapper.monitor import rank_monitor, watch
@@ -196,15 +194,6 @@ def test_deaths_are_told_and_nothing_piles_up(
     assert Agreement(store).ends.deaths_of(BEFORE_FIRST) == dead
 
 
-def test_one_monitor_at_a_time_for_each_process(start: Start) -> None:
-    rank = start()
-    assert rank.tell("begin")
-    assert not rank.tell("begin")
-    assert start().tell("begin")
-    rank.tell("end")
-    assert rank.tell("begin")
-
-
 def test_ranks_are_handed_over_as_long_as_their_processes_run(
     monitors: MonitorService, start: Start, store: TCPStore
 ) -> None:
@@ -230,23 +219,8 @@ def test_ranks_are_handed_over_as_long_as_their_processes_run(
     (late, _), _ = monitors.ranks()
     assert late is second and late.iteration == -1, "it may still be read"
     left = monitors.remove(rank.pid)
-    assert left is second and not left.leave_requested
+    assert left is second and not left.leave_requested and not left.is_life_held
     assert len(monitors.ranks()) == 1
-
-
-def test_a_rank_that_ends_in_its_call_is_known_whatever_its_exit_code(
-    monitors: MonitorService, start: Start, store: TCPStore
-) -> None:
-    rank, other = start(), start()
-    member = join(rank, store, 0)
-    join(other, store, 1)
-    rank.kill()
-    await_death(store, member)
-    lost = monitors.remove(rank.pid)
-    assert lost is not None and lost.is_life_held
-    other.tell("end")
-    left = monitors.remove(other.pid)
-    assert left is not None and not left.is_life_held
 
 
 @pytest.mark.parametrize("leaves", [False, True])
@@ -263,6 +237,7 @@ def test_whether_one_that_has_died_was_to_leave(
     await_level(threads, idle)
     memory = monitors.remove(rank.pid)
     assert memory is not None and memory.leave_requested == leaves
+    assert memory.is_life_held, "it ended in its call, whatever its exit code is"
     assert monitors.remove(rank.pid) is None and not monitors.ask_to_leave(rank.pid), "it is not known"
 
 
@@ -476,10 +451,7 @@ def test_the_next_calls_monitor_takes_over(
 
 @SIDES
 def test_a_job_that_has_ended_is_told_of_nothing(
-    monitors: MonitorService,
-    begin: str,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    monitors: MonitorService, begin: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As after the last call: the store goes first, the process when it likes."""
     log = tmp_path / "log"
@@ -635,12 +607,10 @@ JOB = """
 """
 
 
-def test_no_process_is_needed_beside_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_process_is_needed_beside_a_rank(tmp_path: Path) -> None:
     """Whatever happens: a rank is killed, one is stopped past its timeout, another call begins."""
-    monkeypatch.setattr(warm_ftrun, "warm_process", None)  # a rank's import of torch reads how much c10d says
-    script, folder = tmp_path / "script.py", tmp_path / "job"
-    script.write_text(textwrap.dedent(JOB))
-    with FtRun(folder, "--nproc-per-node", "3", str(script)) as job:
+    script, folder = write_script(tmp_path, JOB), tmp_path / "job"
+    with FtRun(folder, "--nproc-per-node", "3", script) as job:
 
         def expect_all_in(call: int, after: int) -> int:
             """In an iteration of the call, which is returned; with no one but the ranks at work."""
@@ -665,7 +635,6 @@ def test_no_process_is_needed_beside_a_rank(tmp_path: Path, monkeypatch: pytest.
         (folder / f"stop.{n}").touch()
         n = expect_all_in(0, after=n)
         assert ") was stopped by a signal for hard_timeout=6 s: its process is ended" in job.said
-        assert "waitForInput" not in job.said
         (folder / "done.0").touch()
         expect_all_in(1, after=n)
         (folder / "done.1").touch()
@@ -697,9 +666,8 @@ PAUSED = """
 
 def test_a_job_that_was_paused_as_a_whole_goes_on_where_it_was(tmp_path: Path) -> None:
     """As by ``docker pause``, for longer than all timeouts."""
-    script, folder = tmp_path / "script.py", tmp_path / "job"
-    script.write_text(textwrap.dedent(PAUSED))
-    with FtRun(folder, "--nproc-per-node", "2", str(script)) as job:
+    script, folder = write_script(tmp_path, PAUSED), tmp_path / "job"
+    with FtRun(folder, "--nproc-per-node", "2", script) as job:
         await_that(lambda: len(list(folder.glob("in.*"))) == 2, job)
         everybody = [job.process.pid, *(process.pid for process in job.family())]
         for pid in everybody:
@@ -738,8 +706,7 @@ BELOW_A_SHELL = """
 
 def test_a_shell_between_and_a_rank_that_is_refused(tmp_path: Path) -> None:
     """A process of its own is forked where there is a monitor already, and only there."""
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(BELOW_A_SHELL))
+    script = write_script(tmp_path, BELOW_A_SHELL)
     command = f"{sys.executable} {script}; exit $?"
     with FtRun(tmp_path / "job", "--nproc-per-node", "1", "--no-python", "bash", "-c", command) as job:
         assert job.end() == 0, job.said

@@ -197,13 +197,6 @@ def parsed(*arguments: str) -> Options:
     return parse_args([*arguments, "--no-python", "true"])
 
 
-@pytest.fixture(autouse=True)
-def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.startswith("PET_"):
-            monkeypatch.delenv(name)
-
-
 def test_nothing_is_checked_by_default() -> None:
     for arguments in ((), MEET, (*MEET, "--rdzv-backend", "c10d")):
         assert parsed(*arguments).node_check is None

@@ -391,7 +391,7 @@ def silent_server() -> Iterator[int]:
 
 def test_the_port_belongs_to_another_program(tmp_path: Path) -> None:
     with silent_server() as port:
-        endpoint = ("--nnodes", "2", "--rdzv-endpoint", f"localhost:{port}")
+        endpoint = ("--nnodes", "2", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-conf", "read_timeout=2")
         with FtRun(tmp_path / "node", *endpoint, "--no-python", "true") as node:
             assert node.end() == 75
     (line,) = [line for line in node.said.splitlines() if line.startswith("ftrun: error: ")]

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import re
 import socket
-import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_job import FtRun, await_that
+from agent_job import FtRun, await_that, write_script
 from torch.distributed.run import get_args_parser
 
 from ft_wrapper import Compose, Wrapper
@@ -28,14 +27,6 @@ from ft_wrapper.wrapper import as_launched
 
 STATIC = ("--nnodes", "2", "--master-addr", "head", "--master-port", "29501")
 MEET = ("--nnodes", "2", "--rdzv-endpoint", "head:29400")
-
-
-@pytest.fixture(autouse=True)
-def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No cluster manager has numbered this node, and no one has set options by variables."""
-    for name in list(os.environ):
-        if name.startswith("PET_") or name in ("SLURM_STEP_ID", "JOB_COMPLETION_INDEX"):
-            monkeypatch.delenv(name)
 
 
 def parsed(*arguments: str) -> Options:
@@ -328,9 +319,8 @@ COUNTED = """
 
 
 def test_active_ranks_of_a_job(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(COUNTED))
-    with FtRun(tmp_path / "job", "--nproc-per-node", "2", "--active-world-size", "1", str(script)) as job:
+    script = write_script(tmp_path, COUNTED)
+    with FtRun(tmp_path / "job", "--nproc-per-node", "2", "--active-world-size", "1", script) as job:
         assert job.end() == 0, job.said
     said = sorted(line for line in job.said.splitlines() if line[:4] in ("by c", "by f", "slot"))
     assert said == ["by code: 0 of 1", "by ftrun: 0 of 1", "slot 0: active", "slot 1: spare"]

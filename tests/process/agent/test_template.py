@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_job import FtRun
+from agent_job import FtRun, write_script
+from support.nightly import at_night
 
 DUMP = """
     import gc, json, os, pickle, random, signal, sys, threading
@@ -61,8 +62,8 @@ OWN = {
 }
 
 
-def dumped(folder: Path, script: Path, *options: str) -> list[dict[str, Any]]:
-    with FtRun(folder, "--nproc-per-node", "2", *options, str(script), str(folder), "--x", "-m") as job:
+def dumped(folder: Path, script: str, *options: str) -> list[dict[str, Any]]:
+    with FtRun(folder, "--nproc-per-node", "2", *options, script, str(folder), "--x", "-m") as job:
         assert job.end() == 0, job.said
         records = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
         assert [record.pop("parent") for record in records] == [job.process.pid] * 2
@@ -75,19 +76,24 @@ def dumped(folder: Path, script: Path, *options: str) -> list[dict[str, Any]]:
     return records
 
 
+@pytest.mark.parametrize(
+    "threads", ["", *at_night("all but the number of threads is compared always", ["2"])]
+)
 def test_a_forked_rank_finds_what_an_executed_one_finds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: str
 ) -> None:
-    monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    script = tmp_path / "dump.py"
-    script.write_text(textwrap.dedent(DUMP))
+    if threads:  # torch reads it as it is imported, so ftrun cannot be forked from a process that has torch
+        monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    script = write_script(tmp_path, DUMP)
     forked = dumped(tmp_path / "forked", script)
     executed = dumped(tmp_path / "executed", script, "--no-fork")
     for number in range(3):
         assert forked[0]["random"][number] != forked[1]["random"][number]
     for record in (*forked, *executed):
         record.pop("random")
+        found = record.pop("threads")
+        assert not threads or found == int(threads)
     for one, other in zip(forked, executed, strict=True):
         different = {name: (one[name], other[name]) for name in one if one[name] != other[name]}
         assert not different
@@ -111,10 +117,9 @@ ENDS = """
 
 
 def test_exit_codes_and_the_traceback(tmp_path: Path) -> None:
-    script = tmp_path / "ends.py"
-    script.write_text(textwrap.dedent(ENDS))
+    script = write_script(tmp_path, ENDS)
     options = ["--nproc-per-node", "6", "--restart-policy", "rank", "--max-rank-restarts", "0", "-r", "3"]
-    with FtRun(tmp_path / "job", *options, "--log-dir", str(tmp_path / "logs"), str(script)) as job:
+    with FtRun(tmp_path / "job", *options, "--log-dir", str(tmp_path / "logs"), script) as job:
         assert job.end() == 1
         ends = {record["rank"]: record["exitcode"] for record in job.events("rank_ended")}
         assert ends == {0: 0, 1: 3, 2: 1, 3: -signal.SIGSEGV, 4: 1, 5: 6}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import random
 import signal
 import socket
@@ -116,13 +115,6 @@ def abbreviated(option: str, parser: argparse.ArgumentParser) -> str:
 
 
 FORMS = list(forms(get_args_parser()))
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.startswith("PET_") or name in ("SLURM_STEP_ID", "JOB_COMPLETION_INDEX"):
-            monkeypatch.delenv(name)
 
 
 def parsed(*arguments: str) -> Options:

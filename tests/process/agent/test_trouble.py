@@ -8,7 +8,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from agent_job import TIMEOUT, FtRun, await_that
+from agent_job import TIMEOUT, FtRun, await_that, write_script
 from support.nightly import at_night
 from support.warm_ftrun import run_python, start_python
 
@@ -46,14 +46,8 @@ PRINTS = """
 """
 
 
-def write(folder: Path, source: str) -> str:
-    script = folder / "script.py"
-    script.write_text(textwrap.dedent(source))
-    return str(script)
-
-
 def test_a_full_disk_costs_the_events_and_nothing_else(tmp_path: Path) -> None:
-    script = write(tmp_path, PRINTS)
+    script = write_script(tmp_path, PRINTS)
     environment = {events.ENV: "/dev/full"}
     options = ("--nproc-per-node", "2", "--max-rank-restarts", "0")
     with FtRun(tmp_path / "job", *options, script, environment=environment) as job:
@@ -67,7 +61,7 @@ def test_a_full_disk_costs_the_events_and_nothing_else(tmp_path: Path) -> None:
 
 def test_output_that_nobody_reads_restarts_once_and_is_named(tmp_path: Path) -> None:
     """As by ``ftrun … | head``."""
-    script = write(tmp_path, PRINTS)
+    script = write_script(tmp_path, PRINTS)
     read_end, write_end = os.pipe()
     os.close(read_end)
     words = ["-m", "ft_wrapper.run", "--nproc-per-node", "2", script]
@@ -104,7 +98,7 @@ BLOCKS = """
 
 @pytest.mark.nightly("a template that was stopped runs always")
 def test_a_template_that_hangs_does_not_hold_up_the_end(tmp_path: Path) -> None:
-    script = write(tmp_path, JOB)
+    script = write_script(tmp_path, JOB)
     folder, users = tmp_path / "job", tmp_path / "users"
     users.mkdir()
     (users / "sitecustomize.py").write_text(textwrap.dedent(BLOCKS))
@@ -135,7 +129,7 @@ command()
 def test_too_few_descriptors_are_named_before_anything_is_started(
     tmp_path: Path, limit: int, enough: bool
 ) -> None:
-    script = write(tmp_path, JOB)
+    script = write_script(tmp_path, JOB)
     (tmp_path / "finish").touch()
     words = ["-c", LIMITED, limit, "--nproc-per-node", "1", "--no-fork", script]
     done = run_python(words, TIMEOUT, cwd=tmp_path)
@@ -146,7 +140,7 @@ def test_too_few_descriptors_are_named_before_anything_is_started(
 
 
 def test_what_is_written_is_the_owners_alone(tmp_path: Path) -> None:
-    script, folder = write(tmp_path, PRINTS), tmp_path / "job"
+    script, folder = write_script(tmp_path, PRINTS), tmp_path / "job"
     logs = folder / "logs"
     umask = os.umask(0)
     try:
@@ -172,9 +166,8 @@ train()
 
 def test_the_exception_that_ended_the_job_is_in_the_table(tmp_path: Path) -> None:
     """The script has no @record: the rank's fault in the store says it."""
-    script = tmp_path / "raises.py"
-    script.write_text(RAISES)
-    with FtRun(tmp_path / "node", "--restart-policy", "rank", str(script)) as job:
+    script = write_script(tmp_path, RAISES)
+    with FtRun(tmp_path / "node", "--restart-policy", "rank", script) as job:
         assert job.end() == 1, job.said
     (row,) = (line for line in job.said.splitlines() if line.split()[:1] == ["0"])
     assert "exit code 1" in row and "ValueError: no data" in row

@@ -21,7 +21,7 @@ from ft_wrapper.testing import EtcdServer
 ROOT = Path(__file__).parents[3]
 TIMEOUT = 120.0
 
-# A plain script. "fail once": one worker of the first round fails. "grow": a lone worker waits to be ended.
+# A plain script. "fail once": one worker of the first round fails.
 SCRIPT = """
 import json, os, sys, time
 from pathlib import Path
@@ -40,9 +40,8 @@ record = {"total": total.item(), "port": os.environ["MASTER_PORT"]}
 if mode == "fail once" and first and rank == 1:
     (out / "failed").touch()
     sys.exit(3)
-if (mode == "grow" and size == 1) or (mode == "fail once" and first):
-    print("waiting to be ended", flush=True)
-    time.sleep(1000)
+if mode == "fail once" and first:
+    time.sleep(1000)  # until it is ended
 dist.barrier()
 dist.destroy_process_group()
 """
@@ -153,19 +152,6 @@ def test_the_same_on_etcd(
     assert sorted(record["name"] for record in records(tmp_path)) == ["0of2", "0of2", "1of2", "1of2"]
     with contextlib.closing(etcd.get_client()) as client:
         assert client.read(Range.prefix(b"ft_wrapper/job/")) == ()
-
-
-@pytest.mark.nightly("late nodes join in tests/process/agent/test_nodes.py always")
-def test_late_agent_joins(tmp_path: Path, launch: Callable[..., subprocess.Popen[str]], port: int) -> None:
-    first = launch(port, "1:2", "grow", conf=",node_id=0")
-    assert first.stdout is not None
-    for line in first.stdout:
-        if "waiting to be ended" in line:
-            break
-    second = launch(port, "1:2", "grow", conf=",node_id=1")
-    said = outputs(first, second)
-    assert [agent.returncode for agent in (first, second)] == [0, 0], "\n".join(said)
-    assert [record["name"] for record in records(tmp_path)] == ["0of1", "0of2", "1of2"]
 
 
 def test_bad_option_is_named(launch: Callable[..., subprocess.Popen[str]], port: int) -> None:
