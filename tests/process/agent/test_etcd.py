@@ -200,7 +200,7 @@ def end_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., 
 
     def end(endpoint: str, is_down: bool = False) -> str:
         options = ["--nnodes", "1", "--rdzv-backend", "etcd", "--rdzv-endpoint", endpoint, "--rdzv-id", "job"]
-        options += ["--rdzv-conf", "read_timeout=2"]
+        options += ["--rdzv-conf", "read_timeout=2"] if is_down else []
         try:
             code = main([*options, str(script)])
         except SystemExit as ended:  # of what the command line itself is checked for
