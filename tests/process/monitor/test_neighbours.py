@@ -84,13 +84,6 @@ def requests(store: CountedStore) -> Counter[str]:
     return store.requests()
 
 
-def test_those_behind_a_silent_member_are_watched_too(store: FakeStore) -> None:
-    watch = NeighbourWatch(Agreement(store), str(MEMBERS[0]), TIMEOUT)
-    assert pass_time(store, watch, VIEW, MEMBERS[2]) == {MEMBERS[1]}
-    assert Agreement(store).ends.outcome_of(0) == "fault"
-    assert MEMBERS[1] in {fault.member for fault in Agreement(store).ends.faults_of(0)}
-
-
 def test_a_failed_look_forgets_what_was_seen(store: FakeStore) -> None:
     watch = NeighbourWatch(Agreement(store), str(MEMBERS[0]), TIMEOUT)
     assert not watch.look(VIEW, MEMBERS[:1])
@@ -113,20 +106,6 @@ def test_an_end_that_woke_nobody_is_passed_on(store: FakeStore) -> None:
     assert not store.check([keys.wake_end(0)])
     watch.look(VIEW, MEMBERS[:1])
     assert store.check([keys.wake_end(0)])
-
-
-def test_a_look_at_who_lives_is_one_request(store: FakeStore, requests: Counter[str]) -> None:
-    watch = NeighbourWatch(Agreement(store), str(MEMBERS[0]), TIMEOUT)
-    pass_time(store, watch, VIEW, *MEMBERS)
-    requests.clear()
-    for _ in range(100):
-        Agreement(store).heartbeats.beat_heart(str(MEMBERS[1]))
-        store.clock.advance(1.0)
-        # As it happens where beats and looks are not in step: every other look sees no new beat.
-        watch.look(VIEW, MEMBERS[:1], sight=Sight.HEARTS)
-        store.clock.advance(1.0)
-        watch.look(VIEW, MEMBERS[:1], sight=Sight.HEARTS)
-    assert requests == {f"heartbeat/{MEMBERS[1]}": 300}  # a hundred of them are beats
 
 
 def test_many_that_are_lost_together_are_known_soon_after_the_first(store: FakeStore) -> None:

@@ -110,9 +110,10 @@ def test_a_wait_that_is_out_ends_with_the_host(host: SilentHost, connect: Connec
 
 
 def test_no_connection_is_made_to_a_lost_host(host: SilentHost, connect: Connect) -> None:
-    store = connect()
+    brief = timedelta(seconds=1)
+    store = connect(brief)
     host.lose_power()
-    for again in (store.clone, connect):
+    for again in (store.clone, lambda: connect(brief)):
         with pytest.raises(StoreError, match=f"localhost:{host.port}"):
             Background(again).join()
 

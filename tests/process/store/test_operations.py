@@ -65,18 +65,18 @@ def test_compare_set(store: StoreMixin) -> None:
     assert store.get("k") == b"2"
 
 
-@pytest.mark.parametrize("how", ["set", "add", "append", "multi_set"])
-def test_waiter_is_woken(store: StoreMixin, how: str) -> None:
-    waiter = store.clone()
-    waiting = Background(lambda: waiter.get("k"))
-    write = {
-        "set": lambda: store.set("k", "1"),
-        "add": lambda: store.add("k", 1),
-        "append": lambda: store.append("k", "1"),
-        "multi_set": lambda: store.multi_set(["k"], ["1"]),
-    }[how]
-    write()
-    assert waiting.join() == b"1"
+def test_waiters_are_woken(store: StoreMixin) -> None:
+    writes = {
+        "set": lambda key: store.set(key, "1"),
+        "add": lambda key: store.add(key, 1),
+        "append": lambda key: store.append(key, "1"),
+        "multi_set": lambda key: store.multi_set([key], ["1"]),
+    }
+    for key, write in writes.items():
+        waiter = store.clone()
+        waiting = Background(lambda waiter=waiter, key=key: waiter.get(key))  # type: ignore[misc]
+        write(key)
+        assert waiting.join() == b"1", key
 
 
 def test_wait_for_several(store: StoreMixin) -> None:

@@ -223,13 +223,6 @@ def test_host_that_does_not_exist() -> None:
         Background(lambda: TCPStore("no-such-host.invalid", 1234, timeout=timedelta(seconds=0.3))).join()
 
 
-def test_somebody_else_listens() -> None:
-    with socket.create_server(("localhost", 0)) as silent:
-        port = silent.getsockname()[1]
-        with pytest.raises(StoreError, match=f"localhost:{port}"):
-            Background(lambda: TCPStore("localhost", port, timeout=SHORT)).join()
-
-
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
 def test_server_listens_on_the_loopback_only_if_it_is_published_there(host: str) -> None:
     before = listening()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from ft_wrapper.protocol.proposal import widen
@@ -40,73 +42,53 @@ def widened(
 
 
 @pytest.mark.parametrize(
-    ("size", "kept", "removed", "newcomers", "expected"),
+    ("expected", "size", "kept", "removed", "newcomers"),
     [
-        (3, {0: 0, 2: 2}, {1: 1}, [1], [0, 1, 2]),  # a predecessor's place, of known rank
-        (3, {0: 0, 2: 2}, {1: None}, [1], [0, 1, 2]),  # and of one that died without a word
-        (4, {0: 0, 3: 3}, {1: None, 2: None}, [2], [0, -1, 2, 3]),
-        (3, {1: 1}, {2: None}, [2], [-1, 1, 2]),  # of two gaps that which keeps the slots in order
-        (4, {0: 0, 3: 3}, {1: None, 2: 1}, [1, 2], [0, 2, 1, 3]),  # known ranks before the others
-        (2, {0: 0, 2: 1}, {}, [1], [0, 1, 2]),  # long gone: put in by slot
-        (2, {1: 0, 2: 1}, {}, [0], [0, 1, 2]),
-        (2, {0: 0, 1: 1}, {}, [5, 7], [0, 1, 5, 7]),  # growth
-        (
-            3,
-            {0: 0, 3: 1, 2: 2},
-            {},
-            [1],
-            [0, 1, 3, 2],
-        ),  # before the first higher slot
-        (3, {0: 0, 2: 2}, {1: None}, [], [0, -1, 2]),
-        (3, {0: 0, 2: 2}, {1: None}, [4], [0, -1, 2, 4]),  # no one takes another slot's place
-        (0, {}, {0: None, 1: None}, [0, 1], [0, 1]),  # a world of newcomers alone
+        ([0, 1, 2], 3, {0: 0, 2: 2}, {1: 1}, [1]),  # a predecessor's place, of known rank
+        ([0, 1, 2], 3, {0: 0, 2: 2}, {1: None}, [1]),  # and of one that died without a word
+        ([0, -1, 2, 3], 4, {0: 0, 3: 3}, {1: None, 2: None}, [2]),
+        ([-1, 1, 2], 3, {1: 1}, {2: None}, [2]),  # of two gaps that which keeps the slots in order
+        ([0, 2, 1, 3], 4, {0: 0, 3: 3}, {1: None, 2: 1}, [1, 2]),  # known ranks before the others
+        ([0, 1, 2], 2, {0: 0, 2: 1}, {}, [1]),  # long gone: put in by slot
+        ([0, 1, 2], 2, {1: 0, 2: 1}, {}, [0]),
+        ([0, 1, 5, 7], 2, {0: 0, 1: 1}, {}, [5, 7]),  # growth
+        ([0, 1, 3, 2], 3, {0: 0, 3: 1, 2: 2}, {}, [1]),  # before the first higher slot
+        ([0, -1, 2], 3, {0: 0, 2: 2}, {1: None}, []),
+        ([0, -1, 2, 4], 3, {0: 0, 2: 2}, {1: None}, [4]),  # no one takes another slot's place
+        ([0, 1], 0, {}, {0: None, 1: None}, [0, 1]),  # a world of newcomers alone
     ],
 )
-def test_places(
-    size: int,
-    kept: dict[int, int],
-    removed: dict[int, int | None],
-    newcomers: list[int],
-    expected: list[int],
-) -> None:
+def test_places(expected: list[int], size: int, kept: Any, removed: Any, newcomers: list[int]) -> None:
     assert widened(size, kept, removed, newcomers) == expected
 
 
 @pytest.mark.parametrize(
-    ("size", "kept", "removed", "newcomers", "spares", "active", "expected"),
+    ("expected", "case"),
     [
         # The spare steps in, the new process is the next spare, the others keep their ranks.
-        (4, {0: 0, 2: 2, 3: 3}, {1: None}, [1], (3,), 3, [0, 3, 2, 1]),
-        (4, {1: 1, 2: 2, 3: 3}, {0: 0}, [0], (3,), 3, [3, 1, 2, 0]),
+        ([0, 3, 2, 1], (4, {0: 0, 2: 2, 3: 3}, {1: None}, [1], (3,), 3)),
+        ([3, 1, 2, 0], (4, {1: 1, 2: 2, 3: 3}, {0: 0}, [0], (3,), 3)),
         # Two lost, one spare: a newcomer keeps its own place, if the other's place has no newcomer.
-        (5, {0: 0, 3: 3, 4: 4}, {1: None, 2: None}, [1], (4,), 4, [0, 1, 4, 3, -1]),
-        (5, {0: 0, 3: 3, 4: 4}, {1: None, 2: None}, [1, 2], (4,), 4, [0, 4, 2, 3, 1]),
+        ([0, 1, 4, 3, -1], (5, {0: 0, 3: 3, 4: 4}, {1: None, 2: None}, [1], (4,), 4)),
+        ([0, 4, 2, 3, 1], (5, {0: 0, 3: 3, 4: 4}, {1: None, 2: None}, [1, 2], (4,), 4)),
         # Two lost, two spares: the lowest first.
-        (5, {0: 0, 3: 3, 4: 4}, {1: None, 2: None}, [1, 2], (3, 4), 3, [0, 3, 4, 1, 2]),
-        (5, {0: 0, 3: 3, 4: 4}, {1: None, 2: None}, [2], (3, 4), 3, [0, 3, 4, -1, 2]),
+        ([0, 3, 4, 1, 2], (5, {0: 0, 3: 3, 4: 4}, {1: None, 2: None}, [1, 2], (3, 4), 3)),
+        ([0, 3, 4, -1, 2], (5, {0: 0, 3: 3, 4: 4}, {1: None, 2: None}, [2], (3, 4), 3)),
         # A spare that was lost is one again.
-        (4, {0: 0, 1: 1, 3: 3}, {2: None}, [2], (3,), 2, [0, 1, 2, 3]),
-        (4, {0: 0, 3: 3}, {1: None, 2: None}, [1, 2], (3,), 2, [0, 3, 2, 1]),
-        (4, {0: 0, 3: 3}, {1: None, 2: None}, [2], (3,), 2, [0, 3, 2, -1]),
+        ([0, 1, 2, 3], (4, {0: 0, 1: 1, 3: 3}, {2: None}, [2], (3,), 2)),
+        ([0, 3, 2, 1], (4, {0: 0, 3: 3}, {1: None, 2: None}, [1, 2], (3,), 2)),
+        ([0, 3, 2, -1], (4, {0: 0, 3: 3}, {1: None, 2: None}, [2], (3,), 2)),
         # All spares are lost, too: nothing changes.
-        (3, {0: 0}, {1: None, 2: None}, [1, 2], (), 2, [0, 1, 2]),
+        ([0, 1, 2], (3, {0: 0}, {1: None, 2: None}, [1, 2], (), 2)),
         # One without a place of its own does not shift the others.
-        (4, {2: 1, 3: 2, 4: 3}, {1: 0}, [0], (4,), 3, [4, 2, 3, -1, 0]),
-        (4, {2: 1, 3: 2, 4: 3}, {1: 0}, [0, 1], (4,), 3, [4, 2, 3, 1, 0]),
-        (2, {2: 0, 3: 1}, {}, [0], (3,), 1, [0, 2, 3]),  # if no place is lost, it is put in by slot
+        ([4, 2, 3, -1, 0], (4, {2: 1, 3: 2, 4: 3}, {1: 0}, [0], (4,), 3)),
+        ([4, 2, 3, 1, 0], (4, {2: 1, 3: 2, 4: 3}, {1: 0}, [0, 1], (4,), 3)),
+        ([0, 2, 3], (2, {2: 0, 3: 1}, {}, [0], (3,), 1)),  # if no place is lost, it is put in by slot
         # After that: ranks are no longer in the order of the slots.
-        (4, {0: 0, 2: 2, 1: 3}, {3: 1}, [3], (1,), 3, [0, 1, 2, 3]),
-        (4, {0: 0, 2: 2, 1: 3}, {3: None}, [3], (1,), 3, [0, 1, 2, 3]),
-        (5, {0: 0, 2: 2, 4: 4}, {3: None, 1: None}, [3], (4,), 3, [0, 4, 2, 3, -1]),
+        ([0, 1, 2, 3], (4, {0: 0, 2: 2, 1: 3}, {3: 1}, [3], (1,), 3)),
+        ([0, 1, 2, 3], (4, {0: 0, 2: 2, 1: 3}, {3: None}, [3], (1,), 3)),
+        ([0, 4, 2, 3, -1], (5, {0: 0, 2: 2, 4: 4}, {3: None, 1: None}, [3], (4,), 3)),
     ],
 )
-def test_a_waiting_spare_steps_in_before_a_newcomer(
-    size: int,
-    kept: dict[int, int],
-    removed: dict[int, int | None],
-    newcomers: list[int],
-    spares: tuple[int, ...],
-    active: int,
-    expected: list[int],
-) -> None:
-    assert widened(size, kept, removed, newcomers, spares, active) == expected
+def test_a_waiting_spare_steps_in_before_a_newcomer(expected: list[int], case: Any) -> None:
+    assert widened(*case) == expected
