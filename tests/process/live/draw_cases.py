@@ -31,7 +31,6 @@ OPTIMIZERS = (
 # Left out: `differentiable`, whose steps would be part of the graph of the next one.
 SWITCHES = ("amsgrad", "capturable", "centered", "decoupled_weight_decay", "maximize", "nesterov")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-BODIES = ("linear", "conv", "embedding", "sparse embedding")
 WRAPS = (
     *("tied", "same module twice", "weight_norm", "old spectral_norm", "checkpoint_wrapper", "pruned"),
     *("adapter", "compiled"),
