@@ -35,7 +35,8 @@ def test_a_mistake_is_found(mistake: Mistake) -> None:
 
 
 @pytest.mark.parametrize(
-    ("compares", "schedules"), [(False, 3000), (True, 200), *at_night("200 are run always", [(True, 3000)])]
+    ("compares", "schedules"),
+    [(True, 200), *at_night("200 are run always, and compare", [(False, 3000), (True, 3000)])],
 )
 def test_a_late_write_of_the_register(compares: bool, schedules: int) -> None:
     """By a rank that was left out meanwhile: a plain write brings a history back that was given up."""

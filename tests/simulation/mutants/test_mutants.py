@@ -27,6 +27,7 @@ def test_mistakes_fit_the_code(tmp_path: Path) -> None:
     assert said.returncode == 0, said.stdout
 
 
+@pytest.mark.nightly("that all fit the code is looked at always")
 @pytest.mark.parametrize("name", FOUND_AT_ONCE)
 def test_mistake_is_found(name: str) -> None:
     mutant = next(mutant for mutant in every_mutant() if mutant.name == name)

@@ -47,7 +47,7 @@ def test_joiner_does_not_give_up_when_the_last_between_two_calls_has_arrived() -
 def test_late_wake_of_an_end_that_is_deleted_does_not_keep_a_rank_busy() -> None:
     """It was found at random: who has ended an iteration is stopped before it wakes anybody."""
     raises = [Disturbance("exception", 0, entry) for entry in range(1, 5)]
-    for seed in range(20):
+    for seed in range(8):
         pauses = (Disturbance("pause", 1, 30, 15.0), Disturbance("pause", 0, 3, 60.0, since_end=-1))
         job = Scenario(
             2,

@@ -87,8 +87,8 @@ def test_no_more_runs_are_made_than_allowed() -> None:
 
 def test_another_failure_is_not_taken_for_the_same() -> None:
     failure = fails(Scenario(disturbances=(CRASH, Disturbance("repeat", 1, 10))))
-    shrinker = Shrinker(make, failure, most_runs=100, same=lambda found: False)
-    assert shrinker.shrink() is failure and shrinker.runs > 50
+    shrinker = Shrinker(make, failure, most_runs=20, same=lambda found: False)
+    assert shrinker.shrink() is failure and shrinker.runs > 10
 
 
 def test_story_is_told_in_order() -> None:

@@ -272,7 +272,7 @@ def test_a_killed_rank_a_spare_and_a_process_that_comes_back() -> None:
     assert found.goodput == pytest.approx(20.0 / 72.0)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(keep=st.lists(st.booleans(), min_size=200, max_size=200), seed=st.integers(0, 99))
 def test_buckets_add_up_whatever_is_missing(keep: list[bool], seed: int) -> None:
     """A host may be lost, a disk be full: then events are not there."""
