@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.nightly import at_night
 
 IN_PLACE = Path(__file__).parent / "in_place"
 ROOT = Path(__file__).parent.parent.parent
@@ -22,16 +21,12 @@ print([cls.__module__ for cls in api.LocalElasticAgent.__mro__[1:2]],
 """
 
 
+@pytest.mark.nightly("torch_elastic.py is run by hand")
 @pytest.mark.parametrize(
     ("column", "found"),
     [
-        *at_night(
-            "all is replaced always",
-            [
-                ("", "['torch.distributed.elastic.agent.server.api'] False False"),
-                ("agent,ft", "['ft_wrapper.agent.elastic'] True False"),
-            ],
-        ),
+        ("", "['torch.distributed.elastic.agent.server.api'] False False"),
+        ("agent,ft", "['ft_wrapper.agent.elastic'] True False"),
         ("ftrun", "['ft_wrapper.agent.elastic'] True True"),
     ],
 )

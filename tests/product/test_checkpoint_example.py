@@ -70,11 +70,8 @@ def clean(tmp_path_factory: pytest.TempPathFactory) -> str:
     return train(tmp_path_factory.mktemp("clean") / "run", "", asynchronous=False)[0]
 
 
-@pytest.mark.parametrize(
-    "asynchronous",
-    [pytest.param(False, marks=pytest.mark.nightly("asynchronous saves run always")), True],
-    ids=["sync", "async"],
-)
+@pytest.mark.nightly("training with checkpoints goes through faults in test_examples.py always")
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 def test_fsdp2_ends_with_the_same_weights_whatever_happens(
     tmp_path: Path, clean: str, asynchronous: bool
 ) -> None:

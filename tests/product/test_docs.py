@@ -253,7 +253,7 @@ SECTIONS = [section for section in re.split(r"^## ", TESTING, flags=re.MULTILINE
 BLOCK = re.compile(r"^```(python|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Which seed fails and how many steps it takes changes with the protocol; that it fails so does not.
 NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
-LONG = "A rank assignment"
+LONG = ("A rank assignment", "Faults in real processes", "A store that fails")
 NIGHTLY = pytest.mark.nightly("other sections run always")
 
 

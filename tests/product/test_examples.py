@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
+from support.nightly import at_night
 from support.warm_ftrun import start_ftrun, start_python
 
 from ft_wrapper import Wrapper, events
@@ -121,6 +121,7 @@ def test_training_ends_with_the_same_weights_whatever_happens(tmp_path: Path) ->
     assert FINAL.findall(clean.stdout) == FINAL.findall(faulty.stdout)
 
 
+@pytest.mark.nightly("live_ddp.py goes through faults below")
 def test_training_with_live_state_does_no_step_again(tmp_path: Path) -> None:
     clean = train(tmp_path / "clean", "", "--live")
     assert clean.returncode == 0, clean.stdout
@@ -140,6 +141,7 @@ def test_training_with_live_state_does_no_step_again(tmp_path: Path) -> None:
     assert FINAL.findall(clean.stdout) == FINAL.findall(faulty.stdout)
 
 
+@pytest.mark.nightly("its runs go on from checkpoints after faults above")
 @pytest.mark.parametrize("live", [(), ("--live",)], ids=["plain", "live"])
 def test_training_goes_on_where_another_run_stopped(tmp_path: Path, live: tuple[str, ...]) -> None:
     whole, halves = tmp_path / "whole", tmp_path / "halves"
@@ -216,11 +218,6 @@ def test_a_number_is_not_used_twice_in_a_folder(tmp_path: Path) -> None:
     assert train_lm.begin_with(tmp_path, (2, 0)) == "run-2-iteration-0-step-5.pt"
 
 
-def test_runs_are_numbered_in_the_order_in_which_they_come(tmp_path: Path) -> None:
-    assert [train_lm.run_number(tmp_path, name) for name in ("b", "a", "b", "c")] == [1, 2, 1, 3]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["run-1", "run-2", "run-3"]
-
-
 def test_a_writer_removes_the_unfinished_files_of_earlier_iterations_only(tmp_path: Path) -> None:
     for iteration in (0, 1, 2):
         (tmp_path / f"run-1-iteration-{iteration}-step-5.tmp").touch()
@@ -256,21 +253,6 @@ def test_a_write_that_is_cut_short_changes_no_checkpoint(
     assert len(list(tmp_path.iterdir())) == 2
     save(tmp_path, 1, 1, 10)
     assert {path.name for path in tmp_path.iterdir()} == {"run-1-iteration-1-step-10.pt", *before}
-
-
-def test_random_numbers_depend_on_seed_step_and_rank_alone() -> None:
-    def numbers(*parts: int) -> tuple[float, ...]:
-        train_lm.seed_everything(*parts)
-        return tuple(torch.rand(3).tolist())
-
-    state = torch.get_rng_state()
-    try:
-        assert numbers(0, 1, 2) == numbers(0, 1, 2)
-        assert (
-            len({numbers(0, 1, 2), numbers(0, 2, 1), numbers(1, 1, 2), numbers(0, 12), numbers(0, 1, 3)}) == 5
-        )
-    finally:
-        torch.set_rng_state(state)
 
 
 launcher = load("launcher")
@@ -377,7 +359,10 @@ LIVE = {"live_ddp": (4, "--active-world-size", 3), "live_hsdp": (6,)}
     ("name", "faults"),
     [
         ("live_ddp", "exception:rank=1:step=4,sigkill:rank=0:step=8"),
-        ("live_hsdp", "exception:rank=2:step=4,sigkill:rank=0:step=8,sigkill:rank=3:step=9"),
+        *at_night(
+            "live_ddp runs always",
+            [("live_hsdp", "exception:rank=2:step=4,sigkill:rank=0:step=8,sigkill:rank=3:step=9")],
+        ),
     ],
     ids=list(LIVE),
 )
@@ -396,15 +381,8 @@ def test_examples_of_live_state_lose_no_step(name: str, faults: str, tmp_path: P
     assert said[0] == said[1] != []
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "live_ddp",
-        pytest.param(
-            "live_hsdp", marks=pytest.mark.nightly("its function is run above, and live_ddp always")
-        ),
-    ],
-)
+@pytest.mark.nightly("their functions are run above")
+@pytest.mark.parametrize("name", LIVE)
 def test_examples_of_live_state_run_as_they_say(name: str) -> None:
     options = LIVE[name]
     text = (EXAMPLES / f"{name}.py").read_text()
@@ -417,11 +395,7 @@ def test_examples_of_live_state_run_as_they_say(name: str) -> None:
 # minimal.py --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "launcher",
-    [FTRUN, pytest.param(TORCHRUN, marks=pytest.mark.nightly("ftrun runs always"))],
-    ids=["ftrun", "torchrun"],
-)
+@pytest.mark.parametrize("launcher", [FTRUN, *at_night("ftrun runs always", [(TORCHRUN,)])])
 def test_minimal_survives_its_fault(launcher: tuple[str, ...]) -> None:
     result = run(*launcher, "--nproc-per-node", 2, EXAMPLES / "minimal.py")
     assert result.returncode == 0, result.stdout
@@ -458,56 +432,6 @@ def test_the_demo_fails_when_something_is_wrong(
     assert "said this" in capsys.readouterr().out
 
 
-def test_the_demo_says_who_took_over() -> None:
-    def event(name: str, at: float, **fields: object) -> dict[str, object]:
-        return {"event": name, "monotonic": at, "iteration": 0, "pid": fields.get("slot", 0), **fields}
-
-    kill = event("inject", 10.0, kind="sigkill", rank=0, slot=0, step=5)
-    records = [
-        *(event("enter", 1.0, rank=rank, slot=rank) for rank in range(3)),
-        kill,
-        event("end", 10.002),
-        event("end", 10.001),
-        *(event("enter", 10.01 + rank, iteration=1, rank=rank, slot=rank + 1) for rank in range(3)),
-        *(event("first_step", 12.5 + rank / 4, iteration=1, rank=rank, slot=rank + 1) for rank in range(3)),
-    ]
-    assert demo.describe(kill, a_run(events=records)) == (
-        "SIGKILL, rank 0, step 5",
-        "1.0 ms",
-        "2.01 s",
-        "3.00 s",
-        "slot 1 is rank 0, spare slot 3 is rank 2",
-    )
-    again = event("rank_started", 10.0, rank=3, slot=3, incarnation=1, child=3)
-    back = a_run(events=[*records, again])
-    assert demo.describe(kill, back)[4] == "slot 1 is rank 0, returned slot 3 is rank 2"
-    hang = event("inject", 20.0, kind="sleep", rank=2, slot=3, step=9, iteration=1)
-    assert demo.describe(hang, a_run(events=records))[4] == "no one"
-    records += [event("end", 23.0, iteration=1)]
-    records += [event("enter", 23.1, iteration=2, rank=rank, slot=rank + 1) for rank in range(3)]
-    same = "no one: the same process"
-    assert demo.describe(hang, a_run(events=records))[1:] == ("3.00 s", "3.10 s", "-", same)
-    replaced = [record | ({"pid": 99} if record["monotonic"] == 23.1 else {}) for record in records]
-    assert demo.describe(hang, a_run(events=replaced))[4] == "slot 3 is rank 2"
-
-
-def test_the_demo_says_what_became_of_a_process_that_was_started_again() -> None:
-    started = {"slot": 1, "pid": 7, "monotonic": 10.0}
-    over = "nothing: it came when the training was over"
-    assert demo.describe_return(started, []) == ("slot 1, pid 7", "-", "-", over)
-    records = [
-        {"event": "join", "pid": 7, "monotonic": 12.0},
-        {"event": "join", "pid": 7, "monotonic": 13.0},
-        {"event": "decided", "pid": 7, "monotonic": 13.5},
-    ]
-    waited = "waited until the training was over"
-    assert demo.describe_return(started, records[:1]) == ("slot 1, pid 7", "2.00 s", "-", waited)
-    row = ("slot 1, pid 7", "2.00 s", "3.50 s")
-    assert demo.describe_return(started, records) == (*row, "is a spare")
-    records.append({"event": "enter", "pid": 7, "monotonic": 13.6, "rank": 2})
-    assert demo.describe_return(started, records) == (*row, "is rank 2")
-
-
 def test_the_demo_fails_when_live_state_does_a_step_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -520,13 +444,6 @@ def test_the_demo_fails_when_live_state_does_a_step_again(
     records.append({"event": "done", "iteration": 1, "step": 7, "began": 9.5, "committed": 8})
     with pytest.raises(SystemExit, match="none done again"):
         demo.train_live(tmp_path, (), a_run())
-
-
-@pytest.mark.parametrize("arguments", [("--runs", "0", "--seed", "1"), ("--runs", "2")])
-def test_the_demo_refuses_what_makes_no_sense(arguments: tuple[str, ...]) -> None:
-    result = run(sys.executable, EXAMPLES / "demo.py", *arguments)
-    assert result.returncode == 2
-    assert f"--runs {arguments[1]}" in result.stdout
 
 
 @pytest.mark.nightly("an ftrun is stopped by signals in tests/process/agent/test_the_end.py always")
@@ -553,11 +470,7 @@ def test_a_demo_that_is_stopped_leaves_nothing_behind(signum: signal.Signals, tm
 # kill_and_rejoin.py ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "live",
-    [(), pytest.param(("--live",), marks=pytest.mark.nightly("live state goes through faults above"))],
-    ids=["plain", "live"],
-)
+@pytest.mark.parametrize("live", [(), ("--live",)], ids=["plain", "live"])
 @pytest.mark.nightly("training with faults, and live state, run always")
 def test_ranks_that_are_killed_and_come_back_lose_nothing(live: tuple[str, ...]) -> None:
     """Short: `make soak` does it for ten minutes. This seed kills slot 0, then slot 2, the only spare."""
@@ -597,6 +510,7 @@ TORCH_ABORTS = "terminate called without an active exception"
 
 
 @pytest.mark.whole_ends
+@pytest.mark.nightly("the script with the wrapper goes through the loss of a rank below")
 def test_both_scripts_of_the_readme_end_with_the_same_loss(tmp_path: Path) -> None:
     said = []
     for launcher, name in ((TORCHRUN, "before"), (FTRUN, "before"), (FTRUN, "after")):
@@ -645,7 +559,10 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 @pytest.mark.whole_ends
-@pytest.mark.parametrize(("example", "ranks"), [("ddp_after", 2), ("live_ddp", 2), ("live_hsdp", 4)])
+@pytest.mark.parametrize(
+    ("example", "ranks"),
+    [("ddp_after", 2), ("live_ddp", 2), *at_night("live_ddp runs always", [("live_hsdp", 4)])],
+)
 def test_a_training_that_loses_a_rank_after_its_last_step_ends_well(
     tmp_path: Path, example: str, ranks: int
 ) -> None:
@@ -661,10 +578,6 @@ def test_a_training_that_loses_a_rank_after_its_last_step_ends_well(
         losses += re.findall(r"^loss \d\.\d{6}$", done.stdout, re.MULTILINE)
         assert ("restart 1" in done.stdout) == (folder == "with"), done.stdout
     assert len(losses) == 2 and len(set(losses)) == 1
-
-
-@pytest.mark.whole_ends
-def test_the_readmes_script_runs_again_in_its_folder(tmp_path: Path) -> None:
-    runs = [run(*FTRUN, "--nproc-per-node", 2, EXAMPLES / "ddp_after.py", tmp_path) for _ in range(2)]
-    assert [done.returncode for done in runs] == [0, 0], runs[1].stdout
-    assert len({re.findall(r"^loss .*$", done.stdout, re.MULTILINE)[0] for done in runs}) == 1
+    if example == "ddp_after":  # it runs again in its folder
+        again = run(*FTRUN, "--nproc-per-node", ranks, path, tmp_path / "with")
+        assert again.returncode == 0 and losses[0] in again.stdout, again.stdout
