@@ -1,4 +1,4 @@
-"""The agent's loop: waits for what happens to the ranks, and does what `Ranks` answers.
+"""The agent's loop, which waits for what happens to the ranks: it carries out what `Ranks` answers.
 
 One thread waits for all processes, for the template, for signals, for news of the other nodes and for what is
 due; nothing is polled.

@@ -1,4 +1,4 @@
-"""What an agent tells Prometheus of its node's ranks and of its job: ``/metrics`` of the health endpoint.
+"""What an agent tells Prometheus of its node's ranks, at ``/metrics`` of the health endpoint.
 
 All of it stands in this process's memory, and in what its ranks share with it: neither they nor a store are
 asked. What is not known has no sample. Counters and times of ranks are this node's own; see

@@ -1,4 +1,4 @@
-"""What the ranks write: their log files, lines shown on the console, and how a failed rank failed.
+"""The output of ranks: log files, lines shown on the console, descriptions of failures.
 
 The destinations are torch's own (`LogsSpecs`), one set for each incarnation of a rank.
 """

@@ -1,4 +1,4 @@
-"""One process of a rank: what it runs and finds in its environment, how it is started, signalled and reaped.
+"""One process of a rank: its program, its environment, its start, signals, its end.
 
 Torch's process contexts are not used: they end all ranks when one has failed. Nor is its `SubprocessHandler`:
 its arguments differ between torch's versions, it cannot tie a rank's life to ours, and closing its files

@@ -1,4 +1,4 @@
-"""What is done about the ranks of a node: events and facts in, actions out. Pure.
+"""What is done about the ranks of a node: from events with facts to actions. Pure.
 
 Each rank of a round is in one state, or in none once it has ended for good:
 

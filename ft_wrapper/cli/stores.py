@@ -1,4 +1,4 @@
-"""The stores of a running job: how to open them, and to follow in them how the job stands."""
+"""The stores of a running job, in which a client follows how the job stands."""
 
 import contextlib
 import functools

@@ -1,4 +1,4 @@
-"""Lightning's Trainer and Fabric through faults: see ``docs/lightning.md``."""
+"""Lightning through faults, with Trainer or Fabric: see ``docs/lightning.md``."""
 
 import contextlib
 import os

@@ -1,3 +1,3 @@
-"""State that goes on from living peers: no step is lost, and none is done twice."""
+"""State that goes on from living peers: no step is lost or done twice."""
 
 from .live_state import LiveState as LiveState

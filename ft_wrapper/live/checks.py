@@ -1,4 +1,4 @@
-"""What users forget, told before it costs a step: in what ``build`` returns, and at each commit."""
+"""What users forget in ``build`` or before a commit, told before it costs a step."""
 
 import contextlib
 import hashlib

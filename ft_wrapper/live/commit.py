@@ -1,4 +1,4 @@
-"""One rank's course through the steps and recoveries of a state, without torch, processes and sockets.
+"""One rank's course through the steps of a state, recoveries included; without torch or processes.
 
 A `Performer` does what touches tensors and other ranks: `TorchPerformer` in a job, a simulated one in tests.
 So both run the same course.

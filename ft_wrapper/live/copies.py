@@ -1,4 +1,4 @@
-"""Copies of shards in host memory, a rank's own and those of other ranks: for states without replicas."""
+"""Copies of shards in host memory, for states without replicas."""
 
 import collections
 import dataclasses

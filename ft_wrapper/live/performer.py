@@ -1,4 +1,4 @@
-"""Carries out what a course asks for, with tensors and the iteration's process group."""
+"""Carries out what a course asks for, on tensors, by the iteration's process group."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""Who rolls forward, who sends and who receives in a recovery: a pure function of what the members hold."""
+"""The plan of a recovery: a pure function of what the members hold."""
 
 import dataclasses
 import enum

@@ -1,4 +1,4 @@
-"""What a state consists of, taken apart and put together: whole on each rank, or in shards.
+"""What a state consists of: whole on each rank, or in shards.
 
 There is one description of it, for transfers, copies and checks alike. Each part is there as it is: no dtype
 is cast and no layout changed, as ``Optimizer.load_state_dict`` would do.

@@ -1,4 +1,4 @@
-"""A state as a skeleton with a list of tensors, and as bytes in pieces with a checksum."""
+"""A state as bytes: a skeleton with a list of tensors, in pieces with a checksum."""
 
 import ctypes
 import dataclasses

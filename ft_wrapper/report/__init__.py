@@ -1,4 +1,4 @@
-"""``ftrun report``: what a job's time went to, and what each restart's, by events files.
+"""``ftrun report``: what a job's time went to, restart by restart, by events files.
 
 ``FT_WRAPPER_EVENTS`` names the files. Clocks of different hosts are not compared: each host's times are by
 its own clock, and those of the slowest host are shown.

@@ -1,4 +1,4 @@
-"""The page of ``ftrun report --html``: one file, which needs no network and runs no script."""
+"""The page of ``ftrun report --html``: one file without scripts, which needs no network."""
 
 import collections
 import dataclasses

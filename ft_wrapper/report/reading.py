@@ -1,4 +1,4 @@
-"""Events files as the records of jobs; what is no record of an event is left out, with its file and line."""
+"""Events files as the records of jobs, without lines that are no record of an event."""
 
 import collections
 import glob

@@ -1,4 +1,4 @@
-"""Which steps of a job were new and which were done again, from what its ranks have told."""
+"""Which steps of a job were done again, from what its ranks have told."""
 
 import bisect
 import dataclasses

@@ -1,4 +1,4 @@
-"""The timeline of a job: what each seat did when, and which iterations there were; the model of all reports.
+"""The timeline of a job: what each seat did when, in which iteration; the model of all reports.
 
 A seat is a slot on a host, and its times are by that host's clock: clocks of hosts are not compared.
 """

@@ -1,4 +1,4 @@
-"""An etcd of one's own, of one member or three, for tests, demos and single nodes."""
+"""An etcd of one's own, of one member or three: for tests, demos, single nodes."""
 
 import contextlib
 import dataclasses
