@@ -694,8 +694,8 @@ def _program(parser: Parser, args: argparse.Namespace) -> Program:
         return Program((path, *arguments))
     if args.module:
         # Another Python has other modules, and says itself what it misses.
-        if python is None and _is_unknown(script.partition(".")[0]):
-            parser.error(f"module {script}: not found; install it or set PYTHONPATH")
+        if python is None and not _module_exists(script):
+            parser.error(f"module {script}: not found, or without __main__; install it or set PYTHONPATH")
     elif not os.path.exists(script):
         parser.error(f"script {script}: no such file in {os.getcwd()}; for a module's name give -m")
     program = python_program(script, arguments, is_module=args.module, python=python)
@@ -712,13 +712,28 @@ def _policy(parser: Parser, args: argparse.Namespace) -> Policy:
     return policy
 
 
-def _is_unknown(package: str) -> bool:
-    """Whether there is no such module where ranks look for it; nothing is imported for that."""
-    path = [os.getcwd(), *sys.path]
-    finders = (importlib.machinery.BuiltinImporter, importlib.machinery.FrozenImporter)
-    return not any(each.find_spec(package) for each in finders) and (
-        importlib.machinery.PathFinder.find_spec(package, path) is None
-    )
+def _module_exists(name: str) -> bool:
+    """Whether ``python -m name`` would find it, without importing anything: its packages may do a lot."""
+    path = sys.path
+    sys.path = [os.getcwd(), *path]
+    try:
+        parts = [*name.split("."), "__main__"]
+        spec = importlib.util.find_spec(parts[0])
+        for end in range(2, len(parts) + 1):
+            if spec is None:
+                return False
+            if spec.submodule_search_locations is None:  # no package
+                return end == len(parts)
+            full_name = ".".join(parts[:end])
+            spec = importlib.machinery.PathFinder.find_spec(full_name, list(spec.submodule_search_locations))
+        return spec is not None
+    except (KeyError, ImportError):
+        # The path of a namespace package inside another one is not known before the outer one's import.
+        return True
+    except ValueError:
+        return False
+    finally:
+        sys.path = path
 
 
 # Nodes -----------------------------------------------------------------------------------------------------
