@@ -1,4 +1,4 @@
-"""Keys in a TCPStore: the client, and the server."""
+"""Keys in a TCPStore: the client; the server."""
 
 import copy
 import ctypes

@@ -50,15 +50,15 @@ class Budget:
 
 
 LINES = {
-    "top": Budget(990, 1362, CORE),
+    "top": Budget(990, 1355, CORE),
     "cli": Budget(700, 786, SHELL),
-    "restart": Budget(1200, 1528, CORE),
+    "restart": Budget(1200, 1467, CORE),
     "rank_assignment": Budget(500),
-    "protocol": Budget(2170, 2271, CORE),
-    "store": Budget(1670, 1889, CORE),
-    "monitor": Budget(2210, 2456, CORE),
-    "torch_groups": Budget(1185, 1288, CORE),
-    "rendezvous": Budget(1700, 1776, CORE),
+    "protocol": Budget(2170, 2264, CORE),
+    "store": Budget(1670, 1874, CORE),
+    "monitor": Budget(2210, 2426, CORE),
+    "torch_groups": Budget(1185, 1249, CORE),
+    "rendezvous": Budget(1700, 1735, CORE),
     "agent": Budget(3160, 3829, SHELL),
     # It gave 260 of 550 to what seals take beside their own room: protocol 50, store 110, live 90,
     # rendezvous 10.
