@@ -10,6 +10,7 @@ collectives. So what a collective gives is read as JSON, and only after its sign
 
 import base64
 import contextlib
+import errno
 import functools
 import hmac
 import json
@@ -242,10 +243,15 @@ class Lines:
             line = self._server.accept()[0]
         except (BlockingIOError, ConnectionError):  # it is gone already
             return
-        line.setblocking(False)
-        self._accepted += 1
-        self._unknown[line] = b""
-        selector.register(line, selectors.EVENT_READ)
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE) or not self._unknown:
+                raise
+            most = 0
+        else:
+            line.setblocking(False)
+            self._accepted += 1
+            self._unknown[line] = b""
+            selector.register(line, selectors.EVENT_READ)
         if len(self._unknown) > most:
             silent = next(iter(self._unknown))
             del self._unknown[silent]
