@@ -129,7 +129,7 @@ matrix-torch: $(INSTALLED)
 
 explore: $(INSTALLED)
 	$(BIN)/python -m tests.explorer --random 100000 --processes 2
-	$(BIN)/python tests/simulation/rendezvous/explore.py --random 10000 --processes 2
+	$(BIN)/python tests/simulation/rendezvous/explore.py --random 2000 --processes 2
 
 mutants: $(INSTALLED)
 	$(BIN)/python -m tests.simulation.mutants --processes 2

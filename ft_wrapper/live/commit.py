@@ -208,7 +208,10 @@ class Course:
             self._adopt(later)
             kept.held = Held(needs, plan.step, origin=origin, history=n)
         kept.held = dataclasses.replace(self._held(), history=n, ready=frozenset())
-        lost = max(0, max(one.newest for one in said) - plan.step)
+        newest = max(one.newest for one in said)
+        # All are new, and the store says that others went on before them.
+        is_unknown = plan.rung is Rung.CHECKPOINT and register.sealed >= 0 and not newest
+        lost = None if is_unknown else max(0, newest - plan.step)
         kept.newest = plan.step
         kept.failures = 0
         performer.seal(plan, Register(n, origin))

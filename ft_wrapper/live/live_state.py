@@ -283,10 +283,13 @@ def _form(build: Callable[[], Objects], mesh: Any) -> Form:
 
 def _report(plan: Plan, seconds: float) -> None:
     """The line of a recovery, on active rank 0, beside the restart's."""
-    if plan.rung is Rung.CHECKPOINT and not plan.lost and not plan.void:
+    if plan.rung is Rung.CHECKPOINT and plan.lost == 0 and not plan.void:
         log.info("live state: starts at step %d, after %s", plan.step, duration(seconds))
         return
-    lost = f"{plan.lost} {plural(plan.lost, 'step')} lost"
+    if plan.lost is None:
+        lost = "the steps behind it are lost: no rank is left that had them"
+    else:
+        lost = f"{plan.lost} {plural(plan.lost, 'step')} lost"
     parts = [f"goes on at step {plan.step} from {plan.rung.value}", lost]
     if plan.rolls:
         parts.append(f"{_ranks(plan.rolls)} rolled forward")

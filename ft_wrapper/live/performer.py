@@ -345,7 +345,8 @@ class TorchPerformer(Performer):
     def _read_register(self) -> Register:
         with self.atomic():
             self._register = read(self._services.store, self._key) or ""
-        return Register(*map(int, self._register.split()))
+        found = Register(*map(int, self._register.split()))
+        return found if found.sealed >= self._services.first_iteration else Register()  # else of an earlier call
 
 
 def _host_group() -> Any:

@@ -82,7 +82,7 @@ class Holding:
 
 @dataclasses.dataclass(frozen=True)
 class Register:
-    """What the store has of a state, written by active rank 0 after each recovery.
+    """What the store has of a state in this call, written by active rank 0 after each recovery.
 
     Args:
         sealed: number of the last recovery that may have been gone on from; -1: none.
@@ -120,7 +120,8 @@ class Plan:
         routes: the transfers. A rank without one stays with what it has: its state, or its own copy.
         void: the ranks whose state cannot be used: it is of a history that was given up.
         missing: the shards without a holder that counts.
-        lost: how many committed steps are done again, as far as the ranks know that are left.
+        lost: how many committed steps are done again, as far as the ranks know that are left; None if none of
+            them was there when one was committed.
     """
 
     rung: Rung
@@ -132,7 +133,7 @@ class Plan:
     routes: tuple[Route, ...] = ()
     void: frozenset[int] = frozenset()
     missing: tuple[Hashable, ...] = ()
-    lost: int = 0
+    lost: int | None = 0
 
     def route_of(self, rank: int) -> Route | None:
         """How a rank receives its shard; None if it does not."""

@@ -55,6 +55,11 @@ class Services:
         """The current iteration; no number comes twice in the store's life."""
         return self._own.member.view.n
 
+    @property
+    def first_iteration(self) -> int:
+        """The first iteration of this call."""
+        return self._own.member.view.decision.first
+
     def check_iteration(self, n: int, what: str) -> None:
         """Raises RuntimeError unless the function runs, in this iteration; ``what`` belongs to it."""
         if not self._own.interrupter.is_running or n != self.iteration:
