@@ -197,7 +197,7 @@ class Marks:
         for name, each in parameters.items():
             seen, version = self._seen.get(name, (None, 0))
             if seen is not each or version != each._version:
-                return f"parameter {name!r} was changed outside of commit(); do this in update="
+                return f"parameter {name!r} was changed outside of commit(): leave out optimizer.step()"
         return None
 
 

@@ -286,10 +286,8 @@ def _report(plan: Plan, seconds: float) -> None:
     if plan.rung is Rung.CHECKPOINT and plan.lost == 0 and not plan.void:
         log.info("live state: starts at step %d, after %s", plan.step, duration(seconds))
         return
-    if plan.lost is None:
-        lost = "the steps behind it are lost: no rank is left that had them"
-    else:
-        lost = f"{plan.lost} {plural(plan.lost, 'step')} lost"
+    unknown = "the steps behind it are lost: no rank is left that had them"
+    lost = unknown if plan.lost is None else f"{plan.lost} {plural(plan.lost, 'step')} lost"
     parts = [f"goes on at step {plan.step} from {plan.rung.value}", lost]
     if plan.rolls:
         parts.append(f"{_ranks(plan.rolls)} rolled forward")

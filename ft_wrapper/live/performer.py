@@ -346,7 +346,7 @@ class TorchPerformer(Performer):
         with self.atomic():
             self._register = read(self._services.store, self._key) or ""
         found = Register(*map(int, self._register.split()))
-        return found if found.sealed >= self._services.first_iteration else Register()  # else of an earlier call
+        return found if found.sealed >= self._services.first else Register()  # of an earlier call
 
 
 def _host_group() -> Any:

@@ -56,7 +56,7 @@ class Services:
         return self._own.member.view.n
 
     @property
-    def first_iteration(self) -> int:
+    def first(self) -> int:
         """The first iteration of this call."""
         return self._own.member.view.decision.first
 

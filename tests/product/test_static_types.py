@@ -63,6 +63,7 @@ count: int = second(5)
 """
 
 
+@pytest.mark.nightly("mypy checks the package itself in each lint")
 def test_wrong_arguments_are_found(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)

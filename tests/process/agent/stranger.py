@@ -1,4 +1,4 @@
-"""What somebody else does to a job whose store they reach: ``stranger.py OWN HOST PORT ATTACK FOLDER``.
+"""What somebody else does to a job whose store they reach: ``stranger.py OWN HOST PORT ATTACKS FOLDER``.
 
 Runs as nobody, from address OWN. Prints how much it received. Forged keys of all kinds, by which ranks agree,
 are in tests/simulation/protocol/test_stranger.py.
@@ -195,8 +195,8 @@ ATTACKS.remove("read")
 
 
 def main() -> None:
-    """Attacks once."""
-    own, host, port, attack, folder = sys.argv[1:]
+    """Makes attacks, with commas between their names, one after the other."""
+    own, host, port, attacks, folder = sys.argv[1:]
     "localhost".encode("idna")  # while it can still read the modules that this imports
     import ft_wrapper.cli.control
     import ft_wrapper.cli.main  # noqa: F401
@@ -205,7 +205,8 @@ def main() -> None:
     os.setgid(NOBODY)
     os.setuid(NOBODY)
     stranger = Stranger(own, host, int(port), Path(folder))
-    getattr(stranger, attack)()
+    for attack in attacks.split(","):
+        getattr(stranger, attack)()
     print(f"received {stranger.received}", flush=True)
     os._exit(0)  # torch would wait for peers that do not come
 

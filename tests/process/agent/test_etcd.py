@@ -146,6 +146,7 @@ def test_a_fault_in_an_outage_longer_than_barrier_timeout_ends_the_job(
         assert members.endpoints in last and hints in last
 
 
+@pytest.mark.nightly("that any machine may be lost is tested always")
 def test_without_a_majority_training_goes_on_and_a_fault_waits(tmp_path: Path, members: EtcdServer) -> None:
     with EtcdCluster(tmp_path, COUNTING, nnodes="2") as cluster:
         cluster.use(members)

@@ -123,6 +123,7 @@ def await_level(measure: Callable[[], int], level: int) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.nightly("the other tests of monitors run always")
 def test_store_is_opened_before_the_rank_asks_for_it(
     start: Start, store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -704,6 +705,7 @@ BELOW_A_SHELL = """
 """
 
 
+@pytest.mark.nightly("the other tests of monitors run always")
 def test_a_shell_between_and_a_rank_that_is_refused(tmp_path: Path) -> None:
     """A process of its own is forked where there is a monitor already, and only there."""
     script = write_script(tmp_path, BELOW_A_SHELL)

@@ -150,6 +150,7 @@ class Hosts(Cluster):
         return self._exits.enter_context(node)
 
 
+@pytest.mark.nightly("simulated nodes are cut off always")
 def test_a_node_that_was_cut_off_harms_nobody_and_comes_back(tmp_path: Path, network: Network) -> None:
     with Hosts(tmp_path, WRAPPED, nnodes="1:3") as cluster:
         cluster.network = network

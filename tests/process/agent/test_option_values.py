@@ -99,10 +99,8 @@ MEET --rdzv-backend c10d --node-check true | --node-check true and --rdzv-backen
 --node-check-timeout 0 | --node-check-timeout 0: must be at least 0.001 and finite
 --node-check-timeout soon | --node-check-timeout soon: must be at least 0.001 and finite
 --node-check-retries=-1 | --node-check-retries -1: use a number of at least 0
---node-checks auto | --node-checks auto: | use --node-check CMD
 --node-id '' | --node-id '': is empty; give it a value, or leave it out
 --node-check '' | --node-check '': is empty;
---node-checks '' | --node-checks '': is empty;
 --result-file '' | --result-file '': is empty;
 """.replace("MASTER", "--nnodes 2 --master-addr head --master-port 29501")
 MEETING = "--nnodes 2 --rdzv-endpoint localhost:1"
@@ -159,14 +157,6 @@ def test_fewer_gpus_than_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     said = said_of(capsys, "--virtual-local-rank", "--nproc-per-node", "3", "--no-python", "true")
     assert "CUDA_VISIBLE_DEVICES=3,5" in said
     assert parsed("--virtual-local-rank", "--nproc-per-node", "2").virtual_local_rank
-
-
-def test_checks_of_an_earlier_version_are_in_no_help_and_refused_as_a_variable(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert "--node-checks" not in make_parser().format_help()
-    monkeypatch.setenv("PET_NODE_CHECKS", "auto")
-    assert "--node-checks auto: " in said_of(capsys, "--no-python", "true")
 
 
 @settings(max_examples=300)

@@ -44,7 +44,7 @@ def test_a_job_that_tells_no_steps_says_so(tmp_path: Path) -> None:
     run = run_job(tmp_path / "job", "exception:5", processes=2, active=2, steps=12, untold=True)
     assert run.report.goodput is None
     assert "useful_steps" not in run.report.time.buckets and run.report.time.buckets["steps_unknown"] > 0
-    assert "the function told no steps, see call_wrapper.step(n)" in run.report.to_text()
+    assert "the function told no steps, see call_wrapper.ping(step)" in run.report.to_text()
 
 
 @pytest.mark.nightly("jobs of 45 s; the numbers are held against what ranks note in a short one always")

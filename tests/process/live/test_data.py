@@ -190,6 +190,7 @@ LOADERS = st.builds(
 )
 
 
+@pytest.mark.nightly("the same with workers runs always")
 @settings(max_examples=25, deadline=None, database=None)
 @given(LOADERS, BEGINS)
 def test_any_step_is_found_in_the_process(make: Callable[[], Any], begins: list[int]) -> None:

@@ -14,7 +14,7 @@ from support.torch_versions import needs_fsdp2_on_cpu
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("warm_process")
 @pytest.mark.parametrize(
-    ("first", "count"), [(0, 10), *at_night("ten cases run always", [(10, 40), (1000, 50), (2000, 50)])]
+    ("first", "count"), [(0, 5), *at_night("five cases run always", [(5, 45), (1000, 50), (2000, 50)])]
 )
 def test_drawn_trainings(tmp_path: Path, first: int, count: int) -> None:
     verdicts = list(run_all([drawn(seed) for seed in range(first, first + count)], tmp_path, processes=2))

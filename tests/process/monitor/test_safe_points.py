@@ -21,7 +21,6 @@ import pytest
 from support.apart import apart
 
 from ft_wrapper.monitor import safe_points
-from ft_wrapper.monitor.frames import interruptions_unreported
 from ft_wrapper.monitor.safe_points import obstacle, unsafe_offsets
 
 
@@ -506,12 +505,6 @@ def test_frames_that_are_unsafe_at_any_depth(name: str, file: str, for_good: boo
     assert ([each.f_code.co_name for each in found.frames], found.for_good) == ([name], for_good)
     assert (found.finalizer is not None) == (name == "__del__")
     assert obstacle(stack(("main", "train.py"), ("step", "train.py")), OUTSIDE).frames == ()
-
-
-def test_the_hook_for_ignored_exceptions_counts_as_a_finalizer() -> None:
-    with interruptions_unreported():
-        name = sys.unraisablehook.__name__
-    assert obstacle(stack(("main", "train.py"), (name, "frames.py")), OUTSIDE).finalizer is not None
 
 
 def test_each_obstacle_is_named_and_the_outermost_finalizer() -> None:

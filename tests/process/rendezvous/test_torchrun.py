@@ -127,6 +127,7 @@ def records(tmp_path: Path) -> list[dict[str, str]]:
     ]
 
 
+@pytest.mark.nightly("the others of torchrun's agent run always")
 def test_failed_worker_is_a_restart_in_a_fresh_store(
     tmp_path: Path, launch: Callable[..., subprocess.Popen[str]], port: int
 ) -> None:

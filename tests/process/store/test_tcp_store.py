@@ -393,6 +393,7 @@ server.close()
 """
 
 
+@pytest.mark.nightly("it opens some thousand connections")
 def test_store_carries_more_ranks_than_the_soft_limit_of_open_files_has_room_for() -> None:
     """40 ranks' connections, where 64 files are allowed; a process that the host forks has the 64 again."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

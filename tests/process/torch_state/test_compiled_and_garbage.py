@@ -101,6 +101,7 @@ def test_what_refers_to_itself_is_freed_at_each_restart(uncollected: None) -> No
         assert gone() is None
 
 
+@pytest.mark.nightly("the other tests of what is frozen run always")
 def test_what_is_there_is_frozen_once_at_each_point(uncollected: None) -> None:
     kept = []
     for when in ("call", "restart", "warm-up"):

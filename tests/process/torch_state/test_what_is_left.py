@@ -165,6 +165,7 @@ def test_what_was_frozen_is_found(things: Tracker, library: Any) -> None:
         gc.unfreeze()
 
 
+@pytest.mark.nightly("the searches of other kinds run always")
 def test_slices_and_copies_of_meshes_are_found(things: Tracker, library: Any) -> None:
     mesh = mesh_of(2, 2)
     library.slice = mesh["r"]
@@ -191,6 +192,7 @@ def test_what_holds_itself_is_told(things: Tracker) -> None:
         gc.enable()
 
 
+@pytest.mark.nightly("the searches of other kinds run always")
 def test_the_old_names_still_work(things: Tracker, library: Any) -> None:
     library.mesh = mesh_of(4)
     restart(things)
@@ -204,6 +206,7 @@ def test_the_old_names_still_work(things: Tracker, library: Any) -> None:
 # ---- local variables and threads
 
 
+@pytest.mark.nightly("the searches of other kinds run always")
 def test_frames_and_threads_are_looked_at(things: Tracker) -> None:
     def holds(mesh: Any, begun: threading.Event, over: threading.Event) -> None:
         own = {"mesh": mesh}
@@ -227,6 +230,7 @@ def test_frames_and_threads_are_looked_at(things: Tracker) -> None:
     assert way.startswith("own['mesh'] in holds (test_what_is_left.py:") and way.endswith("thread 'prefetch'")
 
 
+@pytest.mark.nightly("the searches of other kinds run always")
 def test_a_local_variable_lives_no_longer_for_being_looked_at(things: Tracker, library: Any) -> None:
     """Before Python 3.13 reading ``f_locals`` leaves a copy of all of them in the frame."""
     thing = Owner()
@@ -238,6 +242,7 @@ def test_a_local_variable_lives_no_longer_for_being_looked_at(things: Tracker, l
     assert gone() is None
 
 
+@pytest.mark.nightly("the searches of other kinds run always")
 def test_what_locals_has_given_to_someone_stays_whole(things: Tracker, library: Any) -> None:
     mine = locals()
     library.mesh = mesh_of(4)
@@ -246,6 +251,7 @@ def test_what_locals_has_given_to_someone_stays_whole(things: Tracker, library: 
     assert mine["library"] is library and mine["things"] is things
 
 
+@pytest.mark.nightly("the searches of other kinds run always")
 def test_nothing_that_asks_an_object_for_its_class_is_run(things: Tracker, library: Any) -> None:
     class Proxy:
         @property
@@ -340,6 +346,7 @@ def test_what_outlives_the_next_iteration_is_counted_each_time_that_it_is_more(
     assert "2 DeviceMesh" in caplog.text and len(caplog.records) == 2
 
 
+@pytest.mark.nightly("the searches of other kinds run always")
 def test_process_groups_are_not_counted(
     things: Tracker, library: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -349,6 +356,7 @@ def test_process_groups_are_not_counted(
     assert not caplog.records and found() == [("ProcessGroup", "mylib.group")]
 
 
+@pytest.mark.nightly("the searches of other kinds run always")
 def test_with_a_live_state_nothing_is_counted(
     things: Tracker, library: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
