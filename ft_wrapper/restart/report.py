@@ -108,7 +108,8 @@ class RestartReport:
         said = [f"spare slot {one.slot} took over as rank {one.rank}" for one in self.promoted]
         for one in self.replacements:
             said.append(f"the replacement in slot {one.slot} took over as rank {one.rank}")
-        return _joined(said, len(said)) or "no spare stepped in"
+        are_joined_active = bool(self.joined_slots) and self.world_size == self.active_world_size
+        return _joined(said, len(said)) or ("" if are_joined_active else "no spare stepped in")
 
     def to_json(self) -> str:
         """All of it as one JSON object, in one line."""

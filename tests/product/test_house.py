@@ -52,7 +52,7 @@ class Budget:
 LINES = {
     "top": Budget(990, 1355, CORE),
     "cli": Budget(700, 786, SHELL),
-    "restart": Budget(1200, 1470, CORE),
+    "restart": Budget(1200, 1471, CORE),
     "rank_assignment": Budget(500),
     "protocol": Budget(2170, 2264, CORE),
     "store": Budget(1670, 1874, CORE),

@@ -98,7 +98,7 @@ def test_a_process_that_joins_is_told_as_well(job: Job) -> None:
     old, new = reports(job, 0)[-1], reports(job, 1)[-1]
     assert (old["cause"], old["interruption"]) == ("slot 1 joined", None)
     assert (old["joined_slots"], old["lost_slots"]) == ([1], [])
-    assert "restart 2: slot 1 joined; no spare stepped in; " in job[0].said("report")[-1]["line"]
+    assert "restart 2: slot 1 joined; 3 active + 0 spare ranks" in job[0].said("report")[-1]["line"]
     assert (list(old.pop("phases")), list(new.pop("phases"))) == (ALL_PHASES, ["enter"])
     assert old == new
 
