@@ -486,8 +486,8 @@ def test_rank_restarts_after_the_others_have_gone_on(job: Job) -> None:
     job.dies(1)
     job.each([0, 2, 3], job.advance)
     assert (job.store.get_iteration_for_rank(1), job.store.get_global_iteration()) == (0, 1)
-    job.new_process(1)
-    back = job.start(1, job.join)
+    process = job.new_process(1)
+    back = job.start(1, lambda rank: process.catch_up_restarting_rank(TIMEOUT, rank=rank))
     others = job.each([0, 2, 3], lambda rank: job.train_until_in(rank, Member(1, 1)))
     assert {*others.values(), back.result} == {2}
     assert job.store.get_iteration_for_rank(1) == 2
