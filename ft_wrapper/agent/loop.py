@@ -281,7 +281,7 @@ class Loop:
         failure = report.failure
         running = sum(not process.has_ended() for process in self._running.values())
         level = logging.INFO if failure.ended_by else logging.WARNING
-        others = f"; {running} still running" if running else ""
+        others = f"; {running} still running on this node" if running else ""
         words = "rank %d (pid %d): %s%s; %s"
         log.log(level, words, failure.rank, failure.pid, failure.how, others, report.why)
 

@@ -263,7 +263,7 @@ def wait_for_port(host_name: str, port: int, seconds: float) -> None:
         last = failure.last_attempt.exception()
         raise StoreError(
             f"store at {host_port(host_name, port)} cannot be reached within {seconds:g} s: {last}; see "
-            "whether rank 0 (or ftrun) runs there, and whether MASTER_ADDR and MASTER_PORT are right"
+            "whether rank 0 (or ftrun) runs there, and whether the address (a rank's: MASTER_ADDR) is right"
         ) from last
 
 
