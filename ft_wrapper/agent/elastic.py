@@ -70,7 +70,7 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     - INIT: not started yet;
     - HEALTHY: all run, or have done what they had to;
-    - UNHEALTHY: one has failed, and the others go on;
+    - UNHEALTHY: one has failed; the others still run;
     - STOPPED: all are ended to be restarted, or were ended by a signal;
     - SUCCEEDED, FAILED: how it ended;
     - UNKNOWN: `run` has raised an error, and the agent can do no more.

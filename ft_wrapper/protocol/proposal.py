@@ -180,7 +180,7 @@ class WidenedWorld:
 
     Args:
         size: number of places.
-        gaps: places that nobody has.
+        gaps: empty places.
         moved: spares that take places of lost active ranks.
         joined_ranks: the place of each newcomer, then of each spare in ``moved``.
         inserted: places that did not exist before.

@@ -74,7 +74,7 @@ class Rank:
         dist.init_process_group("gloo", timeout=timedelta(seconds=4 * TIMEOUT))
 
     def hang(self, n: int = 0) -> None:
-        """Lives, and does nothing, until the others are through, for the n-th time."""
+        """Waits, for the n-th time, until the others are done."""
         self.control.wait([f"through {n}"])
 
     def through(self, n: int = 0) -> None:

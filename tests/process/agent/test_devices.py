@@ -114,7 +114,7 @@ def test_whoever_steps_in_has_a_device_that_no_active_rank_has(tmp_path: Path) -
     pids = {one["pid"] for noted in found.values() for one in noted}
     assert len(pids) > 2, "others have stepped in"
     first, second = ({one["pid"]: one["device"] for one in found[n]} for n in (1, 2))
-    assert first == second, "an exception moves nobody"
+    assert first == second, "an exception moves no rank"
 
 
 def test_an_active_rank_without_a_device_leaves_and_the_others_go_on(tmp_path: Path) -> None:

@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import logging
 import random
-from collections.abc import Iterator
 
 import pytest
 from simulated_nodes import SimulatedNode, World, check_settled, random_world
@@ -23,13 +21,7 @@ from ft_wrapper.testing import Scheduler, SchedulerError
 END = 300.0
 
 
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """Warnings of thousands of simulated nodes would take longer than the nodes."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(before)
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 @pytest.mark.parametrize("draws", [40, *at_night("40 are drawn always", [600])])

@@ -6,9 +6,8 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 from explored_nodes import CLOSE, EXIT, LATE, SUSPECT, Job, drawn_job, run_jobs
@@ -22,14 +21,7 @@ from ft_wrapper.rendezvous.record import Admission, RendezvousRecord, Seat, dige
 from ft_wrapper.rendezvous.register import RecordRegister
 from ft_wrapper.testing import SchedulerError
 
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """Warnings of thousands of simulated nodes would take longer than the nodes."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(before)
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 @pytest.mark.parametrize("draws", [200, *at_night("200 are drawn always", [2000])])
