@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import random
 from collections.abc import Sequence
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ft_wrapper.live import live_state
 from ft_wrapper.live.copies import offsets
 from ft_wrapper.live.plan import (
     Copy,
@@ -237,3 +239,20 @@ def test_a_plan_and_the_buddies_take_no_square_of_the_ranks() -> None:
     make_plan([of(held(7, Name("A")) if rank % 2 else None, Name("A")) for rank in range(size)], SEALED)
     assert offsets([Name(rank // 8) for rank in range(size)], 1) == [8]
     assert asked < 16 * size
+
+
+@pytest.mark.parametrize(
+    ("lost", "level", "words"),
+    [
+        (0, logging.INFO, "starts at step 50, "),
+        (3, logging.WARNING, "goes on at step 50 from checkpoint; 3 steps lost, "),
+        (None, logging.WARNING, "goes on at step 50 from checkpoint; the steps behind it are lost: no rank"),
+    ],
+)
+def test_a_fall_back_is_no_first_start(
+    lost: int | None, level: int, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "ft_wrapper.live"):
+        live_state._report(Plan(Rung.CHECKPOINT, step=50, lost=lost), 0.1)
+    (record,) = caplog.records
+    assert record.levelno == level and f"live state: {words}" in record.getMessage()
