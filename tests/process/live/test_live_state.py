@@ -581,6 +581,15 @@ def test_without_a_living_holder_all_go_back_to_the_copies(job: Job, tmp_path: P
     assert "buddies=1, but" not in log_of(job)
 
 
+def test_that_all_who_had_the_state_are_lost_is_said(job: Job, tmp_path: Path) -> None:
+    """Spares begin from the start, with the result of a run without faults."""
+    job.start(6, has_buddies, str(tmp_path), [{f"step:3:{rank}": "kill" for rank in range(3)}, {}])
+    lost, clean = calls_of(job)
+    assert [one[0] for one in lost] == [clean[0][0]] * 3
+    line = "goes on at step 0 from checkpoint; the steps behind it are lost: no rank is left that had them"
+    assert log_of(job).count(line) == 1
+
+
 def sends_slowly(rank: Rank) -> Any:
     """A copy begins its way when the next step is committed. Returns what was stored at each vote."""
     stored: list[list[int]] = []
