@@ -73,8 +73,7 @@ def complete_round(record: RendezvousRecord) -> RendezvousRecord:
     for rank, seat in enumerate(_in_order(record.seats)):
         placed.append(replace(seat, group_rank=rank, base_slot=slot))
         slot += seat.nproc
-    done = replace(record, complete=True, seats=tuple(placed), formation_size=slot, next_slot=slot)
-    return _next_log(done)
+    return _next_log(replace(record, complete=True, seats=tuple(placed), formation_size=slot, next_slot=slot))
 
 
 def remove_nodes(
@@ -292,10 +291,14 @@ def _replace_node(record: RendezvousRecord, before: Node, node: Node) -> Rendezv
 
 
 def _begin_round(record: RendezvousRecord) -> RendezvousRecord:
-    """All nodes have left the round: the next one forms of the waiting nodes."""
+    """All nodes have left the round: the next one forms of the waiting nodes.
+
+    A node that is drained takes part again, and leaves then. Slots have other ranks from now on.
+    """
     seats = tuple(map(_new_seat, record.waiting))
+    drains = tuple(drain for drain in record.drains if not drain.slots)
     begun = replace(record, round=record.round + 1, complete=False, seats=seats, waiting=(), next_slot=0)
-    return replace(begun, drains=())
+    return replace(begun, drains=drains)
 
 
 def _call_spares(record: RendezvousRecord) -> RendezvousRecord:

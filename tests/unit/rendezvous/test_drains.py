@@ -46,6 +46,14 @@ def test_the_same_drain_is_there_once_and_goes_with_its_node() -> None:
     assert remove_nodes(state, [node("b", nproc=2)])[0].drains == ()
 
 
+def test_a_node_that_is_drained_is_so_in_the_next_round_too() -> None:
+    """Another node is lost while it leaves: in the next round it would stay, until its machine is taken."""
+    a, b, c = (node(name, nproc=2) for name in "abc")
+    state = replace(begun(a, b, c), drains=(drain("b:0"), drain("c:0", 4)))
+    state = come(remove_nodes(state, [a])[0], b, c, leaves=state.round)
+    assert (state.round, state.drains) == (1, (drain("b:0"),)), "slot 4 is another rank now"
+
+
 def test_of_two_drains_the_one_that_leaves_less_time_counts() -> None:
     """A cloud's notice of 25 s comes behind a drain that had ten minutes."""
     long, short = replace(drain("b:0"), within=600.0), replace(drain("b:0"), within=25.0)
