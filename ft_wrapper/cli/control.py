@@ -1,21 +1,16 @@
-"""``ftrun drain``, ``ftrun restart``, ``ftrun stop``: control of a running job, from any host.
+"""Control of a running job, from any host: a drain, a restart, a stop.
 
 A drain and a stop go into the record that the nodes agree on, and their agents carry them out. A restart ends
 the iteration, as a fault does.
 """
 
-import argparse
 import contextlib
-import os
-import re
-import socket
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-from .._text import plural, without_secrets
+from .._text import plural
 from ..agent.rounds import DONE, JobResult
 from ..attribution import Interruption
 from ..exception import StoreError
@@ -23,22 +18,15 @@ from ..protocol import Agreement, keys
 from ..protocol.deaths import holders
 from ..protocol.records import FAULT, Fault
 from ..rendezvous import drains, moves
+from ..rendezvous.drains import Refused
 from ..rendezvous.record import RendezvousRecord
 from ..rendezvous.register import RecordRegister
-from ..settings import LONGEST
 from ..store import StoreMixin
-from ..store.address import ANNOUNCED, ENDPOINT, canonical
 from ..store.plan import opened_by_tool
 from .stores import TIMEOUT, meeting_place, ranks_store, read_record
 
-#: Seconds from a drain until ranks are ended that have not come to their next step, by default.
-WITHIN = 30.0
-_SLACK = 30.0  # seconds after that in which processes end, and the others go on
+_SLACK = 30.0  # seconds after a drain's time in which processes end, and the others go on
 _LOOK_AGAIN = 5.0  # seconds, should a wake be lost
-
-
-class Refused(Exception):
-    """What was asked for is not done; says why."""
 
 
 class JobStores:
@@ -84,12 +72,16 @@ class JobStores:
 
         Raises:
             Refused: the job has no record.
+            StoreError: the record cannot be written.
             ValueError: by ``change``.
         """
         if self._record is None:
             where = f"no node of ftrun meets others at {self._endpoint}"
             raise Refused(f"{where}; give the job's --rdzv-endpoint, or on one node what ftrun prints")
-        return RecordRegister(self._store, self._record).change(change)
+        try:
+            return RecordRegister(self._store, self._record).change(change)
+        except RendezvousError as error:
+            raise StoreError(str(error)) from error
 
 
 def drain(endpoint: str, target: str, within: float, why: str) -> str:
@@ -105,8 +97,7 @@ def drain(endpoint: str, target: str, within: float, why: str) -> str:
         What was done, for people.
 
     Raises:
-        Refused: they have not left in time, or the job is over.
-        drains.TooFew: too few ranks would be left.
+        Refused: too few ranks would be left, they have not left in time, or the job is over.
         StoreError: a store cannot be used.
         ValueError: there is no such node or slot.
     """
@@ -208,73 +199,3 @@ def stop(endpoint: str, why: str) -> str:
         job = JobStores(endpoint, opened)
         job.change(closed)
     return "all nodes end their ranks"
-
-
-# The commands ----------------------------------------------------------------------------------------------
-
-
-def _parser(name: str, what: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(f"ftrun {name}", description=what, allow_abbrev=False)
-    if name == "drain":
-        what = (
-            "a node's id, or a slot's number where no node has that id (write node:ID or slot:N to be sure); "
-        )
-        parser.add_argument("target", metavar="NODE|SLOT", help=f"{what}'ftrun status' shows both")
-    what = f"{ENDPOINT}: where the nodes meet; on one node, the endpoint that ftrun prints at the start"
-    given = os.environ.get(ANNOUNCED, "")
-    parser.add_argument("endpoint", nargs="?", default=given, metavar="ENDPOINT", help=what)
-    parser.add_argument("--why", default="", metavar="TEXT", help="goes into the log of the job")
-    return parser
-
-
-def _carry_out(name: str, args: argparse.Namespace, command: Callable[[str, str], str]) -> int:
-    """Runs a command; returns 0, or 1 if it was refused."""
-    asked_by = f"ftrun {name} on {socket.gethostname()}"
-    canonical(args.endpoint)
-    try:
-        print(command(args.endpoint, f"{asked_by}: {args.why}" if args.why else asked_by))
-    except (Refused, drains.TooFew) as error:
-        print(f"ftrun {name}: refused: {without_secrets(str(error))}", file=sys.stderr)
-        return 1
-    except RendezvousError as error:
-        raise StoreError(str(error)) from error
-    return 0
-
-
-def main_drain(argv: Sequence[str]) -> int:
-    """``ftrun drain``.
-
-    Args:
-        argv: the arguments.
-
-    Returns:
-        0; 1 if too few ranks would be left, or they have not left in time.
-
-    Raises:
-        StoreError: the job cannot be reached.
-        ValueError: an argument is wrong.
-        SystemExit: an argument is wrong (2; said on stderr).
-    """
-    what = "Removes the ranks of a node, or one rank, from a running job when their next step begins: spares "
-    what += "take over, or the others continue; they are not restarted. A node leaves when its ranks have."
-    parser = _parser("drain", what)
-    what = f"after this long, terminate ranks that have not left (default: {WITHIN:g})"
-    parser.add_argument("--within", type=float, default=WITHIN, metavar="SECONDS", help=what)
-    args = parser.parse_args(argv)
-    if not re.fullmatch(r"slot:\d+|node:.+|(?!slot:|node:).+", args.target, re.DOTALL):
-        parser.error(f"{args.target!r}: name a node or a slot: NODE, node:ID, SLOT or slot:N")
-    if not 0 <= args.within <= LONGEST:
-        parser.error(f"--within {args.within}: must be at least 0 and finite, and at most {LONGEST} seconds")
-    return _carry_out("drain", args, lambda endpoint, why: drain(endpoint, args.target, args.within, why))
-
-
-def main_restart(argv: Sequence[str]) -> int:
-    """``ftrun restart``; arguments, result and errors as for `main_drain`."""
-    what = "Ends the iteration of a running job: its ranks enter the function again, in the same processes."
-    return _carry_out("restart", _parser("restart", what).parse_args(argv), restart)
-
-
-def main_stop(argv: Sequence[str]) -> int:
-    """``ftrun stop``; arguments, result and errors as for `main_drain`."""
-    what = "Ends a job: on all nodes the ranks get SIGTERM, and time to end. Each ftrun exits with 0."
-    return _carry_out("stop", _parser("stop", what).parse_args(argv), stop)

@@ -21,11 +21,11 @@ from ..exception import StoreError
 
 #: What ``ftrun`` does beside starting a script, and where. One of such a name is started as ``./status``.
 COMMANDS = {
-    "status": "ft_wrapper.cli.status_command:main_status",
+    "status": "ft_wrapper.cli.commands:main_status",
     "report": "ft_wrapper.report.command:main",
-    "drain": "ft_wrapper.cli.control:main_drain",
-    "restart": "ft_wrapper.cli.control:main_restart",
-    "stop": "ft_wrapper.cli.control:main_stop",
+    "drain": "ft_wrapper.cli.commands:main_drain",
+    "restart": "ft_wrapper.cli.commands:main_restart",
+    "stop": "ft_wrapper.cli.commands:main_stop",
 }
 
 
@@ -94,6 +94,8 @@ def command() -> NoReturn:
     is still there, waiting for a store say, the process ends without Python's own last steps.
     """
     handle_notices(lambda *_: None)  # also before the agent takes them over, and after
+    if COMMANDS.keys() & {*sys.argv[1:2]}:  # c10d prints two lines for each wait that times out
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     code = main()
     handle_notices(signal.SIG_IGN)  # as Python takes its own handlers out at its end
     if any(thread.daemon for thread in threading.enumerate()):

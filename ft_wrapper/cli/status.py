@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 
+from ..attribution import Interruption
 from ..protocol import Agreement, keys
 from ..protocol.operations import Operations
 from ..protocol.records import FAULT
@@ -61,7 +62,7 @@ class RankStatus:
         active_rank: its rank in the function; None for a spare, and for one that is not in it yet.
         host: where it runs; empty if that is not known.
         pid: its process; None if that is not known.
-        has_died: whether it has died in this iteration.
+        left: how it has left this iteration: ``died`` or ``drained``; empty if it has not.
     """
 
     slot: int
@@ -69,7 +70,7 @@ class RankStatus:
     active_rank: int | None
     host: str
     pid: int | None
-    has_died: bool
+    left: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,8 +129,7 @@ class Status:
         lines = [f"{self.state}: {where}, {active} of {self.world_size} ranks active"]
         rows: list[tuple[object, ...]] = [("slot", "incarnation", "active rank", "host", "pid")]
         for rank in self.ranks:
-            place = "died" if rank.has_died else rank.active_rank
-            rows.append((rank.slot, rank.incarnation, place, rank.host, rank.pid))
+            rows.append((rank.slot, rank.incarnation, rank.left or rank.active_rank, rank.host, rank.pid))
         lines += table(rows, "  ")
         if self.last_faults is not None:
             lines.append(f"last fault: {self.last_faults}")
@@ -166,7 +166,8 @@ def read_status(store: Operations) -> Status:
     outcome = agreement.ends.outcome_of(n)
     state = RUNNING if outcome is None else RESTARTING if outcome == FAULT else COMPLETED
     places = {str(one): entered.active_rank for one, entered in agreement.entering.entered_in(n).items()}
-    dead = agreement.ends.deaths_of(n)
+    drained = [one.member for one in agreement.ends.faults_of(n) if one.interruption is Interruption.DRAINED]
+    left = dict.fromkeys(agreement.ends.deaths_of(n), "died") | dict.fromkeys(drained, DRAINED)
     ended = n if outcome == FAULT else n - 1
     faults = agreement.ends.faults_of(ended) if ended >= view.decision.first else []
     if ended < n:  # as the line of the restart has it
@@ -174,8 +175,8 @@ def read_status(store: Operations) -> Status:
     ranks = []
     for member in members:
         host, pid = host_and_pid(store, member)
-        place = places.get(str(member))
-        ranks.append(RankStatus(member.slot, member.incarnation, place, host, pid or None, member in dead))
+        where = (places.get(str(member)), host, pid or None)
+        ranks.append(RankStatus(member.slot, member.incarnation, *where, left.get(member, "")))
     active, cause = agreement.entering.active_in(n) or None, describe_faults(faults) if faults else None
     return Status(state, view.call, n, len(members), active, tuple(ranks), cause)
 

@@ -9,8 +9,8 @@ from .moves import add_drain
 from .record import Drain, Node, RendezvousRecord, RoundPolicy, Seat
 
 
-class TooFew(ValueError):
-    """A drain is refused, since too few nodes or ranks would be left, or the job is over."""
+class Refused(ValueError):
+    """What was asked of a running job is not done: too few would be left, or the job is over; says why."""
 
 
 def find(record: RendezvousRecord, target: str, within: float, why: str = "") -> Drain:
@@ -52,14 +52,14 @@ def request(
         min_world_size: fewest ranks that the job goes on with.
 
     Raises:
-        TooFew: too few would be left, or the job is over.
+        Refused: too few would be left, or the job is over.
     """
     if record.closed:
-        raise TooFew("the job is over")
+        raise Refused("the job is over")
     drains = (*record.drains, asked)
     if record.policy is RoundPolicy.GROUP or not slots:
         if asked.slots:
-            raise TooFew("no wrapped job has formed yet: only whole nodes can be drained")
+            raise Refused("no wrapped job has formed yet: only whole nodes can be drained")
         what, least, name = "node", record.min_nodes, "--nnodes"
         left = len(record.participants) - len({drain.node for drain in drains})
     else:
@@ -68,7 +68,7 @@ def request(
         leaving = [drain.node for drain in drains if not drain.slots]
         left += sum(node.nproc for node in _replacements(record, leaving))
     if left < least:
-        raise TooFew(f"{left} {plural(left, what)} would be left, fewer than {name}={least}")
+        raise Refused(f"{left} {plural(left, what)} would be left, fewer than {name}={least}")
     return add_drain(record, asked)
 
 

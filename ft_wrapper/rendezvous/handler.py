@@ -263,7 +263,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
         """Requests a drain of ranks; for the arguments see `drains.request`.
 
         Raises:
-            drains.TooFew: too few would be left.
+            drains.Refused: too few would be left.
             RendezvousConnectionError: the store is lost.
         """
         self._change(lambda record: drains.request(record, asked, slots, min_world_size))

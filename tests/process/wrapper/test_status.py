@@ -8,6 +8,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Callable
@@ -21,7 +23,7 @@ from rejoin_job import Training
 from support.warm_ftrun import start_python
 
 from ft_wrapper.attribution import Interruption
-from ft_wrapper.cli import local, status, status_command, stores
+from ft_wrapper.cli import commands, local, status, stores
 from ft_wrapper.cli.main import main
 from ft_wrapper.cli.status import COMPLETED, NOT_FORMED, RUNNING, read_status, watch
 from ft_wrapper.protocol import Agreement
@@ -81,7 +83,7 @@ def test_watching_prints_each_status_once(
     rank = status.RankStatus(1, 2, None, "gpu\x1b[31m7", None, False)
     job = status.Status(RUNNING, 0, 3, 1, 1, (rank,), "rank 1 raised [red]KeyError[/red]")
     found = [job, job, dataclasses.replace(job, state=COMPLETED)]
-    monkeypatch.setattr(status_command, "_statuses", lambda *_: iter(found))
+    monkeypatch.setattr(commands, "_statuses", lambda *_: iter(found))
     assert main(["status", "127.0.0.1:29400", "--watch"]) == 0
     shown = capsys.readouterr().out
     assert [line for line in shown.splitlines() if "iteration 3" in line] == [
@@ -200,6 +202,20 @@ def test_the_lost_host_is_blamed_and_not_what_failed_in_its_wake(monkeypatch: py
     )
 
 
+def test_a_rank_that_was_drained_has_not_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, (goes_on, drained, lost) = FakeStore(), (Member(slot, 0) for slot in range(3))
+    ends = Agreement(store).ends
+    was_drained = Fault(drained, 1, Interruption.DRAINED, "was drained", "a", 1)
+    ends.log_deaths(1, {drained: was_drained, lost: None}, ends=True)
+    decision = Decision(0, 1, 0, (), (), (), (), (), 3, 1)
+    view = SimpleNamespace(n=1, call=0, members=(goes_on, drained, lost), decision=decision)
+    monkeypatch.setattr(GlobalIteration, "read_current", lambda _: view)
+    found = read_status(store)
+    assert [rank.left for rank in found.ranks] == ["", "drained", "died"]
+    rows = found.to_text().splitlines()[2:5]
+    assert [row.split()[2] for row in rows] == ["-", "drained", "died"]
+
+
 def test_a_node_that_is_gone_keeps_its_address_and_says_whether_it_was_drained() -> None:
     nodes = [Node(name, address=f"host{name}") for name in "abc"]
     seats = tuple(Seat(rank, rank, 1, "default", node, node.id) for rank, node in enumerate(nodes))
@@ -241,7 +257,7 @@ def test_an_agent_on_this_host_answers(
     here: Path, answers: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     node = status.NodeStatus("7", "seat", 0, (0, 1), 0, "here")
-    rank = status.RankStatus(1, 2, None, "gpu7", None, False)
+    rank = status.RankStatus(1, 2, None, "gpu7", None, "")
     whole = status.Status(RUNNING, 0, 3, 1, 1, (rank,), "rank 1 died", (node,))
     answers["127.0.0.1:7"] = whole.to_json()
     with local.served(job_at("127.0.0.1:7", "h:9")):
@@ -326,3 +342,21 @@ def test_a_store_that_does_not_answer(here: Path, capsys: pytest.CaptureFixture[
     for endpoint in ("127.0.0.1:1", "etcd://127.0.0.1:1,127.0.0.1:1/job"):
         assert main(["status", endpoint]) == 2
         assert f"nothing listens at {endpoint}: " in capsys.readouterr().err
+
+
+def test_what_uses_no_store_imports_no_torch(here: Path) -> None:
+    wrong = [
+        ["status", "localhost:1"],
+        ["drain", "0", "localhost:1"],
+        ["report", "/nowhere"],
+    ]
+    wrong += [["stop", "h"], ["drain", "slot:", "h:1"], ["restart", "--help"], ["--version"], ["stauts"]]
+    code = f"""
+import contextlib, sys
+from ft_wrapper.cli.main import main
+for words in {wrong}:
+    with contextlib.suppress(SystemExit):
+        main(words)
+    assert "torch" not in sys.modules, words
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True)

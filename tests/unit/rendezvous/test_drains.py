@@ -27,7 +27,7 @@ def refusal(record: RendezvousRecord, asked: Drain, slots: Collection[int], leas
     """Why a drain is refused; empty if it is not."""
     try:
         drains.request(record, asked, slots, least)
-    except drains.TooFew as error:
+    except drains.Refused as error:
         return str(error)
     return ""
 
