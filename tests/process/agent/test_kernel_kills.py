@@ -82,9 +82,9 @@ def test_a_real_kill_in_a_cgroup_of_version_1(tmp_path: Path) -> None:
     group = V1_MEMORY / f"ft_wrapper_test_{os.getpid()}"
     group.mkdir()
     script = tmp_path / "greedy.py"
-    script.write_text("data = b'x' * (1 << 30)\nprint(len(data))")
+    script.write_text("data = b'x' * (1 << 32)\nprint(len(data))")
     try:
-        (group / "memory.limit_in_bytes").write_text(str(400 << 20))
+        (group / "memory.limit_in_bytes").write_text(str(1 << 30))
         join = f'echo $$ > {group}/cgroup.procs; exec "$@"'
         words = ["-m", "ft_wrapper.run", "--no-fork", str(script)]
         done = subprocess.run(

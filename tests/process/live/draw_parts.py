@@ -652,8 +652,10 @@ def described(objects: Objects) -> dict[str, str]:
             for inner, buffer in one.named_buffers(remove_duplicate=False):
                 _describe(said, f"{name}.{inner}", buffer)
             for prefix, part in one.named_modules():
+                # What a layer of torch's has there a forward pass computes, as with spectral_norm.
+                is_torchs = type(part).__module__.startswith("torch.nn.modules.")
                 for inner, value in vars(part).items():
-                    if isinstance(value, torch.Tensor):
+                    if isinstance(value, torch.Tensor) and not is_torchs:
                         _describe(said, f"{name}.{prefix}.{inner} (attribute)", value)
                 if isinstance(part, Statistics):
                     _describe(said, f"{name}.{prefix} extra", part.get_extra_state())
