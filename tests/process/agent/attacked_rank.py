@@ -19,9 +19,7 @@ def build() -> dict[str, object]:
     return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-2)}
 
 
-@Wrapper(
-    rejoin=True, barrier_timeout=150, soft_timeout=100, hard_timeout=120
-)  # longer than it takes a stranger
+@Wrapper(rejoin=True, barrier_timeout=150, soft_timeout=100, hard_timeout=120)  # a stranger is slow
 def train(call_wrapper: CallWrapper) -> float:
     """Returns the last loss."""
     dist.init_process_group("gloo")
