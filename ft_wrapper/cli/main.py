@@ -4,13 +4,13 @@ What a job needs, torch above all, is imported when one is started: the other co
 """
 
 import atexit
+import contextlib
 import difflib
 import logging
 import os
 import pkgutil
 import signal
 import sys
-import threading
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -90,17 +90,15 @@ def _carry_out(name: str, argv: Sequence[str]) -> int:
 def command() -> NoReturn:
     """What the command ``ftrun`` is: `main`, and the end of the process with its exit code.
 
-    Before Python 3.14 a thread that returns from torch's code while Python ends aborts the process. Where one
-    is still there, waiting for a store say, the process ends without Python's own last steps.
+    It leaves out Python's own last steps, which write to most of torch's memory: a third of a second. And a
+    thread that returns from torch's code meanwhile would abort the process before Python 3.14.
     """
     handle_notices(lambda *_: None)  # also before the agent takes them over, and after
     if COMMANDS.keys() & {*sys.argv[1:2]}:  # c10d prints two lines for each wait that times out
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     code = main()
-    handle_notices(signal.SIG_IGN)  # as Python takes its own handlers out at its end
-    if any(thread.daemon for thread in threading.enumerate()):
-        atexit._run_exitfuncs()
-        for stream in filter(None, (sys.stdout, sys.stderr)):
+    atexit._run_exitfuncs()
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        with contextlib.suppress(OSError):
             stream.flush()
-        os._exit(code)
-    sys.exit(code)
+    os._exit(code)
