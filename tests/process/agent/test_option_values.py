@@ -43,17 +43,11 @@ REFUSED = """
 --standalone --spare-nodes 1 | --standalone and --spare-nodes 1 contradict
 MASTER --node-rank 2 | --node-rank 2: | the last one is 1 | --node-id
 --node-rank 1 --master-port 29501 | --node-rank 1: with 1 node the last one is 0 | --nnodes
-MASTER --node-rank=-1 | --node-rank -1: use a number of at least 0
-MASTER --node-rank first | --node-rank first:
 MASTER --node-rank 1 --node-id a | --node-rank 1 and --node-id a contradict
 --nnodes 2 --rdzv-backend etcd --rdzv-id 7 | --nnodes 2 needs --rdzv-endpoint HOST:PORT: etcd's members
 --rdzv-backend etcd --rdzv-endpoint a,b,c | --rdzv-backend etcd needs --rdzv-id ID
---master-port http | --master-port http: | 65535
---nnodes 2 --master-addr head --master-port 65536 | --master-port 65536:
 --active-world-size 0 | --active-world-size 0: | at least one
---active-world-size all | --active-world-size all:
 --nproc-per-node 4 --active-world-size 5 | --active-world-size 5: is more than the 4 ranks | per-node 4
-MEET --nproc-per-node 4 --active-world-size 9 | is more than the 8 ranks | --nnodes 2
 --nnodes 1:2 --nproc-per-node 9 --active-world-size 9 --devices-per-node 4 | --nproc-per-node 9 \
   --active-world-size 9: there are 2 x 4 devices for 9 active ranks; lower --active-world-size to 8; or \
   start 4 ranks a node, with --spare-nodes; or give --devices-per-node 0
@@ -62,46 +56,29 @@ MEET --nproc-per-node 3 --spare-nodes 1 --devices-per-node 2 | --nproc-per-node 
 --nproc-per-node 3 --active-world-size 2 --devices-per-node 2 --virtual-local-rank | --nproc-per-node 3 \
   --active-world-size 2 and --virtual-local-rank contradict
 --devices-per-node gpu | --devices-per-node gpu: | use a number of at least 0
---spare-nodes=-1 | --spare-nodes -1: use a number of at least 0
 MEET --spare-nodes 1 --active-world-size 2 | --spare-nodes 1 and --active-world-size 2 contradict
 MEET --spare-nodes 1 --restart-policy group | --spare-nodes 1 and --restart-policy group contradict
 MEET --spare-nodes 1 --rdzv-backend c10d | --spare-nodes 1 and --rdzv-backend c10d | use --rdzv-backend ft
 --start-method thread | --start-method | 'thread'
 --logs-specs no-such | --logs-specs no-such: | torchrun.logs_specs
---nproc-per-node 0 | --nproc-per-node 0: | at least one
---nproc-per-node=-2 | --nproc-per-node -2: | at least one
 --nproc-per-node many | --nproc-per-node many: | cpu, gpu, xpu or auto
 --redirects 4 | --redirects 4:
--t out | --tee out:
 --local-ranks-filter a | --local-ranks-filter a:
 --signals-to-handle SIGKILL | --signals-to-handle SIGKILL: no program can handle
---signals-to-handle SIGCHLD | --signals-to-handle SIGCHLD:
---shutdown-timeout long | --shutdown-timeout long: must be at least 0
 --log-dir file | --log-dir file: is a file; name a directory
 --restart-policy alone | --restart-policy alone: use auto, rank or group
---log-format xml | --log-format xml: use text or json
---max-restarts some | --max-restarts some: use a number of at least 0
---max-rank-restarts=-1 | --max-rank-restarts -1: use a number of at least 0
 --restart-policy rank --max-restarts 1 | --max-restarts 1 and --restart-policy rank contradict
 --restart-policy group --max-rank-restarts 1 | --max-rank-restarts 1 and --restart-policy group contradict
 --no 2 | --no could match --no-python, --node-rank
 --no-such-option 2 | --no-such-option
 --nnodes some | --nnodes some: | 2:4
---nnodes 0:2 | --nnodes 0:2: | at least one
 --nnodes 3:2 | --nnodes 3:2: the least, 3, is more than the most, 2
 MEET --rdzv-conf join_timeout=x | join_timeout=x
-MEET --rdzv-conf join_timeout | --rdzv-conf join_timeout: use NAME=VALUE
 --nnodes 2 --rdzv-endpoint a:b:c | --rdzv-endpoint a:b:c:
 MEET --node-id 'a b' | 'a b' | letters, digits
 MEET --rdzv-backend carrier | --rdzv-backend carrier: | c10d
 MEET --rdzv-backend c10d --node-check true | --node-check true and --rdzv-backend c10d contradict
---monitor-interval 0 | --monitor-interval 0: must be at least 0.001
 --node-check-timeout 0 | --node-check-timeout 0: must be at least 0.001 and finite
---node-check-timeout soon | --node-check-timeout soon: must be at least 0.001 and finite
---node-check-retries=-1 | --node-check-retries -1: use a number of at least 0
---node-id '' | --node-id '': is empty; give it a value, or leave it out
---node-check '' | --node-check '': is empty;
---result-file '' | --result-file '': is empty;
 """.replace("MASTER", "--nnodes 2 --master-addr head --master-port 29501")
 MEETING = "--nnodes 2 --rdzv-endpoint localhost:1"
 NO_PROGRAM = """
@@ -174,10 +151,11 @@ def test_a_number_is_taken_or_refused(option: str, value: str) -> None:
 
 def test_numbers_out_of_range_are_named_with_the_way_out(capsys: pytest.CaptureFixture[str]) -> None:
     for option in COUNTS:
-        said = said_of(capsys, option, "99999999999999999999", "x.py")
-        assert said.startswith(f"ftrun: error: {option} 99999999999999999999: use a number")
+        for value in ("99999999999999999999", "-1", "some"):
+            said = said_of(capsys, f"{option}={value}", "x.py")
+            assert said.startswith(f"ftrun: error: {option} {value}: use a number")
     for option in DURATIONS:
-        for value in ("1e300", "-1", "nan", "inf"):
+        for value in ("1e300", "-1", "nan", "inf", "soon"):
             assert f"{option} {value}: must be at least 0" in said_of(capsys, option, value, "x.py")
 
 
@@ -269,8 +247,6 @@ def test_ranks_may_take_longer_than_epoll_can_wait(tmp_path: Path) -> None:
         rank = int(ftrun.stdout.readline())
         ftrun.terminate()
         assert ftrun.stdout.readline() == "15\n"
-        with pytest.raises(subprocess.TimeoutExpired):  # it waits for its rank
-            ftrun.wait(3)
         os.kill(rank, signal.SIGUSR2)
         out, err = ftrun.communicate(timeout=60)
     assert (ftrun.returncode, out) == (143, "12\n"), err

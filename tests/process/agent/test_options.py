@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_job import FtRun, await_that, write_script
+from agent_job import FtRun
 from torch.distributed.run import get_args_parser
 
 from ft_wrapper import Compose, Wrapper
@@ -20,7 +20,6 @@ from ft_wrapper.agent.rounds import alone
 from ft_wrapper.cli.meeting import meet
 from ft_wrapper.rank_assignment import MaxActiveWorldSize, ShiftRanks
 from ft_wrapper.rendezvous.settings import Identity, RendezvousSettings, read_parameters
-from ft_wrapper.run import main
 from ft_wrapper.store.secret import AGENT_ENV
 from ft_wrapper.testing.etcd_server import free_port
 from ft_wrapper.wrapper import as_launched
@@ -117,8 +116,9 @@ def test_other_handlers_know_no_node_rank() -> None:
 
 def test_its_own_number_goes_before_the_cluster_managers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JOB_COMPLETION_INDEX", "5")
-    assert read(parsed(*MEET))[1].node_id == "5"
-    assert read(parsed(*MEET, "--node-rank", "1"))[1].node_id == "1"
+    by_manager, own = read(parsed(*MEET))[1], read(parsed(*MEET, "--node-rank", "1"))[1]
+    assert (by_manager.node_id, by_manager.is_index) == ("5", True), "another step may have it, too"
+    assert (own.node_id, own.is_index) == ("1", False)
 
 
 # Spares ------------------------------------------------------------------------------------------------
@@ -255,18 +255,14 @@ def test_a_killed_process_comes_back_where_the_launcher_can_do_that(monkeypatch:
 def test_prefix_of_lines(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     prefix = "<${role_name} ${rank} ${local_rank}>"
     options = parsed("-t", "1", "--log-dir", str(tmp_path))
-    with Logs(options.logs_specs(log_dir=str(tmp_path), tee=options.tee), "worker", prefix) as logs:
-        logs.begin_round({0: environment(options, 0)}, 4)
-        Path(logs.open(0, 0).stdout).write_text("said\n")
-    assert capfd.readouterr().out == "<worker 4 0>said\n"
-
-
-def test_prefix_is_taken_from_the_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "<${role_name} ${local_rank}>")
-    assert main(["-t", "1", "--log-dir", str(tmp_path), "--no-python", "echo", "said"]) == 0
-    assert capsys.readouterr().out == "<default 0>said\n"
+    for attempt in (0, 1):
+        found = {**environment(options, 0), "TORCHELASTIC_RESTART_COUNT": str(attempt)}
+        with Logs(options.logs_specs(log_dir=str(tmp_path), tee=options.tee), "worker", prefix) as logs:
+            logs.begin_round({0: found}, 4)
+            path = Path(logs.open(0, 0).stdout)
+            path.write_text("said\n")
+        assert capfd.readouterr().out == "<worker 4 0>said\n"
+        assert path.parent.parent.name == f"attempt_{attempt}"
 
 
 def test_what_options_stand_for_in_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,37 +291,6 @@ def test_an_old_name_of_an_option_works_with_a_warning() -> None:
 
 # Real jobs ---------------------------------------------------------------------------------------------
 
-COUNTED = """
-    import os
-    from ft_wrapper import CallWrapper, Wrapper
-
-    slot = os.environ["RANK"]
-
-    @Wrapper()
-    def by_ftrun(call_wrapper: CallWrapper = None):
-        print(f"by ftrun: {call_wrapper.rank} of {call_wrapper.world_size}\\n", end="")
-
-    def tell(state):
-        print(f"slot {slot}: {'spare' if state.is_spare else 'active'}\\n", end="")
-
-    @Wrapper(active_world_size=2, initialize=tell)
-    def by_code(call_wrapper: CallWrapper):
-        assert not call_wrapper.is_spare
-        print(f"by code: {call_wrapper.rank} of {call_wrapper.world_size}\\n", end="")
-
-    by_ftrun()
-    by_code()
-"""
-
-
-def test_active_ranks_of_a_job(tmp_path: Path) -> None:
-    script = write_script(tmp_path, COUNTED)
-    with FtRun(tmp_path / "job", "--nproc-per-node", "2", "--active-world-size", "1", script) as job:
-        assert job.end() == 0, job.said
-    said = sorted(line for line in job.said.splitlines() if line[:4] in ("by c", "by f", "slot"))
-    assert said == ["by code: 0 of 1", "by ftrun: 0 of 1", "slot 0: active", "slot 1: spare"]
-    assert job.said.count("active_world_size=2 does not count: ftrun says 1") == 1
-
 
 def test_a_static_job_whose_second_node_is_first(tmp_path: Path) -> None:
     port = str(free_port())
@@ -340,15 +305,3 @@ def test_a_static_job_whose_second_node_is_first(tmp_path: Path) -> None:
         for rank in (2 * number, 2 * number + 1):
             assert f"rank {rank} of 4, node {number}\n" in node.said
         assert ("hosting the rendezvous store" in node.said) is (node is first)
-
-
-def test_the_port_of_the_master_is_in_use(tmp_path: Path) -> None:
-    port = str(free_port())
-    line = ("--nnodes", "2", "--master-addr", "localhost", "--master-port", port, "--node-rank", "0")
-    with FtRun(tmp_path / "0", *line, "--no-python", "true") as first:
-        await_that(lambda: "hosting the rendezvous store" in first.said, first)
-        with FtRun(tmp_path / "other", *line, "--no-python", "true") as other:
-            assert other.end() == 75
-            (error,) = (line for line in other.said.splitlines() if line.startswith("ftrun: error: "))
-    assert error.startswith("ftrun: error: cannot start true: ")
-    assert f"localhost:{port}: this node must host the store, and cannot" in error
