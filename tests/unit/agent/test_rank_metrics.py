@@ -106,24 +106,6 @@ def test_a_restart_from_start_to_end(metrics: RankMetrics, make: Make) -> None:
     assert (known.states, known.iteration, known.step, known.progress) == ({"outside": 2}, 1, 9, 1027.0)
 
 
-def test_an_iteration_that_a_rank_never_entered(metrics: RankMetrics, make: Make) -> None:
-    rank = make()
-    rank.join()
-    rank.decided(0)
-    rank.decided(1)
-    assert metrics.read().states == {"restarting": 1}, "the first one has ended"
-
-
-def test_a_replacement_waits_until_it_is_in_the_function(metrics: RankMetrics, make: Make) -> None:
-    rank = make()
-    rank.join()
-    rank.decided(7)
-    known = metrics.read()
-    assert (known.states, known.iteration) == ({"waiting": 1}, 7)
-    rank.enter()
-    assert metrics.read().states == {"active": 1}
-
-
 def test_a_step_of_the_last_iteration_is_not_that_of_this_one(metrics: RankMetrics, make: Make) -> None:
     """A rank is back at step 3, and another one has not left the last iteration yet."""
     first, second = make(), make()
@@ -141,16 +123,20 @@ def test_a_step_of_the_last_iteration_is_not_that_of_this_one(metrics: RankMetri
     assert (known.step, known.iteration, known.progress) == (3, 1, 1003.0)
 
 
-def test_progress_of_the_last_iteration_is_not_forgotten(metrics: RankMetrics, make: Make) -> None:
-    """Nobody had looked at it."""
+def test_an_iteration_that_a_rank_never_entered_and_the_progress_before_it(
+    metrics: RankMetrics, make: Make
+) -> None:
     rank = make()
     rank.join()
-    rank.decided(0)
+    rank.decided(7)
+    rank.decided(8)
+    assert metrics.read().states == {"restarting": 1}, "the first one has ended"
     rank.enter()
     rank.step(4, 1004.0)
     rank.memory.leave_iteration()
-    rank.decided(1)
-    assert metrics.read().progress == 1004.0
+    rank.decided(9)
+    known = metrics.read()
+    assert (known.states, known.iteration, known.progress) == ({"restarting": 1}, 9, 1004.0)
 
 
 def test_what_was_read_stays_when_a_process_has_gone(

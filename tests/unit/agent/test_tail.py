@@ -71,14 +71,6 @@ def test_what_was_written_just_before_the_end_is_shown(tmp_path: Path) -> None:
         assert console.rest() == "> last\n", n
 
 
-def test_what_is_no_text_is_shown_too(tmp_path: Path) -> None:
-    path, console = tmp_path / "log", Console()
-    tail = Tail(str(path), console, "")
-    path.write_bytes(b"\xff\xfe\n")
-    tail.close()
-    assert console.rest() == "\ufffd\ufffd\n"
-
-
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
 @given(
     text=st.binary(max_size=60),
@@ -116,12 +108,6 @@ def test_a_console_that_is_gone_is_named_once(tmp_path: Path, caplog: pytest.Log
         tail = Tail(str(path), Gone(), "")
         tail.close()
     assert [f"{path} is not shown any more" in record.getMessage() for record in caplog.records] == [True]
-
-
-def test_the_file_is_its_owners_alone(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    Tail(str(path), Console(), "").close()
-    assert path.stat().st_mode & 0o077 == 0
 
 
 def test_a_file_that_cannot_be_made(tmp_path: Path) -> None:
