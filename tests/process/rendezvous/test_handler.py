@@ -24,10 +24,8 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousError,
     RendezvousGracefulExitError,
     RendezvousInfo,
-    RendezvousParameters,
     RendezvousStateError,
     RendezvousStoreInfo,
-    RendezvousTimeoutError,
 )
 
 from ft_wrapper.protocol.operations import read
@@ -37,7 +35,7 @@ from ft_wrapper.rendezvous.executor import Executor
 from ft_wrapper.rendezvous.handler import EtcdRendezvousHandler, FtRendezvousHandler, create_handler
 from ft_wrapper.rendezvous.keys import RECORD_KEY, alive_key, goodbye_key, process_key
 from ft_wrapper.rendezvous.presence import NodeHeart
-from ft_wrapper.rendezvous.record import RendezvousRecord, RoundPolicy, Seat
+from ft_wrapper.rendezvous.record import RendezvousRecord, Seat
 from ft_wrapper.rendezvous.register import Board
 from ft_wrapper.rendezvous.settings import Identity, RendezvousSettings, parameters_from_url
 from ft_wrapper.store import TCPStore, TCPStoreServer
@@ -117,13 +115,6 @@ def wait_until(
     return state
 
 
-def seat_of(handler: FtRendezvousHandler) -> Seat:
-    assert handler.record is not None and handler.node is not None
-    seat = handler.record.seat_of(handler.node)
-    assert seat is not None
-    return seat
-
-
 def freeze(handler: FtRendezvousHandler) -> None:
     """Makes a node silent, as a machine's failure would."""
     assert handler._presence is not None
@@ -137,19 +128,6 @@ def thaw(handler: FtRendezvousHandler) -> None:
     assert presence is not None
     presence.heart = NodeHeart(Executor(presence.node, handler._new_register(), settings))
     presence.heart.start()
-
-
-@ON_BOTH
-def test_two_nodes_meet(nodes: Nodes) -> None:
-    a, b = nodes.make("0", 2, 2), nodes.make("1", 2, 2)
-    infos = nodes.all_join(a, b)
-    assert [(info.rank, info.world_size) for info in infos] == [(0, 2), (1, 2)]
-    infos[0].store.set("hello", "from 0")
-    assert infos[1].store.get("hello") == b"from 0"
-    stores = [info.bootstrap_store_info for info in infos]
-    assert stores[0] == stores[1]
-    assert a.use_agent_store
-    assert a.get_run_id() == "job"
 
 
 def test_a_host_that_may_not_join_stays_until_the_others_know_why() -> None:
@@ -210,9 +188,14 @@ def test_a_node_that_hears_of_the_end_need_not_tell_it() -> None:
 @ON_BOTH
 def test_each_round_has_a_fresh_store_for_its_workers(nodes: Nodes) -> None:
     a, b = nodes.make("0", 2, 2), nodes.make("1", 2, 2)
+    assert (a.use_agent_store, a.get_run_id()) == (True, "job")
     ports = []
-    for _ in range(3):
+    for number in range(3):
         infos = nodes.all_join(a, b)
+        assert [(info.rank, info.world_size) for info in infos] == [(0, 2), (1, 2)]
+        infos[0].store.set("hello", f"from 0 in round {number}")
+        assert infos[1].store.get("hello") == f"from 0 in round {number}".encode()
+        assert infos[0].bootstrap_store_info == infos[1].bootstrap_store_info
         port = infos[1].bootstrap_store_info.master_port
         workers = TCPStore("localhost", port)
         assert read(workers, "left over") is None
@@ -225,58 +208,32 @@ def test_each_round_has_a_fresh_store_for_its_workers(nodes: Nodes) -> None:
     assert state.restarts == 2
 
 
-def test_late_node_is_counted_and_is_in_the_next_round(nodes: Nodes) -> None:
-    a, b = nodes.make("0", 1, 2), nodes.make("1", 1, 2)
-    assert nodes.all_join(a)[0].world_size == 1
-    assert a.num_nodes_waiting() == 0
-    late = nodes.join(b)
-    wait_until(a, lambda state: bool(state.waiting))
-    assert a.num_nodes_waiting() == 1
-    assert nodes.all_join(a)[0].rank == 0
-    assert late.result(TIMEOUT).rank == 1
-    assert a.num_nodes_waiting() == b.num_nodes_waiting() == 0
-    assert a.record.restarts == 0, "a change of membership is no restart"
-
-
-def test_lost_node_is_taken_out_and_comes_back(nodes: Nodes) -> None:
+def test_late_node_is_counted_lost_node_is_taken_out_and_comes_back(nodes: Nodes) -> None:
     fast = {"keep_alive_interval": 0.2, "keep_alive_max_attempt": 15}  # 3 s: a busy machine is no fault
     lost: queue.SimpleQueue[tuple[Seat, ...]] = queue.SimpleQueue()
     a = nodes.make("0", 1, 2, on_evicted=lost.put, **fast)
     b = nodes.make("1", 1, 2, nproc=3, **fast)
-    nodes.all_join(a, b)
+
+    def both_meet() -> list[int]:
+        """One waits until the other one comes; their ranks."""
+        late = nodes.join(b)
+        wait_until(a, lambda state: bool(state.waiting))
+        assert a.num_nodes_waiting() == 1
+        infos = [nodes.join(a), late]
+        return sorted(info.result(TIMEOUT).rank for info in infos)
+
+    assert nodes.all_join(a)[0].world_size == 1
+    assert both_meet() == [0, 1]
+    assert a.num_nodes_waiting() == b.num_nodes_waiting() == 0
+    assert a.record is not None and a.record.restarts == 0, "a change of membership is no restart"
     freeze(b)
     wait_until(a, lambda state: len(state.participants) == 1)
     (seat,) = lost.get(timeout=TIMEOUT)
-    assert (seat.base_slot, seat.nproc, seat.occupant.id) == (1, 3, "1")
+    assert (seat.base_slot, seat.nproc, seat.occupant and seat.occupant.id) == (1, 3, "1")
     wait_until(b, lambda state: len(state.participants) == 1)
     assert b.num_nodes_waiting() == 1, "a node that was taken out has to come again"
     thaw(b)
-    late = nodes.join(b)
-    wait_until(a, lambda state: bool(state.waiting))
-    infos = [nodes.join(a), late]
-    assert sorted(info.result(TIMEOUT).rank for info in infos) == [0, 1]
-
-
-@ON_BOTH
-def test_policy_rank_gives_the_seat_to_a_spare_and_none_is_disturbed(nodes: Nodes) -> None:
-    fast = {"keep_alive_interval": 0.2, "keep_alive_max_attempt": 15}  # 3 s: a busy machine is no fault
-    lost: queue.SimpleQueue[tuple[Seat, ...]] = queue.SimpleQueue()
-    a = nodes.make("0", 1, 2, on_evicted=lost.put, **fast)
-    b, c = nodes.make("1", 1, 2, **fast), nodes.make("2", 1, 2, **fast)
-    nodes.all_join(a, b)
-    assert a.adopt_rank_policy()
-    spare = nodes.join(c)
-    wait_until(a, lambda state: len(state.spares) == 1)
-    freeze(b)
-    info = spare.result(TIMEOUT)
-    assert (info.rank, info.world_size) == (1, 2)
-    seat = seat_of(c)
-    assert (seat.group_rank, seat.base_slot) == (1, 1)
-    assert lost.get(timeout=TIMEOUT)[0].occupant.id == "1"
-    assert a.num_nodes_waiting() == 0
-    state = a.record
-    assert state is not None
-    assert (state.policy, state.round, state.formation_size) == (RoundPolicy.RANK, 0, 2)
+    assert both_meet() == [0, 1]
 
 
 def test_same_id_again_supersedes_at_once(nodes: Nodes) -> None:
@@ -404,17 +361,6 @@ def test_closing_reaches_everyone_and_is_final(nodes: Nodes) -> None:
             handler.next_rendezvous()
 
 
-def test_join_timeout_says_who_is_missing(nodes: Nodes) -> None:
-    a = nodes.make("0", 3, 3, join_timeout=0.3)
-    b = nodes.make("2", 3, 3, join_timeout=0.3)
-    futures = [nodes.join(a), nodes.join(b)]
-    errors = [future.exception(TIMEOUT) for future in futures]
-    assert all(isinstance(error, RendezvousTimeoutError) for error in errors)
-    assert any("missing: 1" in str(error) and "2 of 3 nodes" in str(error) for error in errors), errors
-    assert a.shutdown()
-    assert not b.is_closed(), "a node that came to nothing has closed the rendezvous"
-
-
 def test_other_options_are_refused(nodes: Nodes) -> None:
     a, b = nodes.make("0", 1, 2), nodes.make("1", 1, 3)
     nodes.all_join(a)
@@ -460,71 +406,57 @@ def test_lost_store_is_an_error() -> None:
     assert not handler.shutdown()
 
 
-def test_leaving_is_not_closing(nodes: Nodes) -> None:
-    a, b = nodes.make("0", 1, 2), nodes.make("1", 1, 2)
-    nodes.all_join(a, b)
-    b.leave()
-    wait_until(a, lambda state: len(state.participants) == 1)
-    assert not a.is_closed()
-    with pytest.raises(RendezvousStateError, match="was shut down"):
-        b.next_rendezvous()
+class Interrupted(BaseException):
+    """Raised by a signal's handler, as torch's agents have one."""
 
 
-def test_signal_ends_the_wait_and_the_node_is_gone(nodes: Nodes) -> None:
-    """The wait is in Python: a handler that raises, as torch's agents have one, gets through at once."""
+@pytest.fixture
+def interrupt() -> Iterator[Callable[[], None]]:
+    """Has such a handler; gives what sends the signal to this thread."""
+    main = threading.get_ident()
 
-    class Interrupted(BaseException):
-        pass
-
-    def interrupt(signum: int, frame: object) -> None:
+    def handle(signum: int, frame: object) -> None:
         raise Interrupted
 
-    main = threading.get_ident()
+    before = signal.signal(signal.SIGUSR1, handle)
+    yield lambda: signal.pthread_kill(main, signal.SIGUSR1)
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_signal_ends_the_wait_and_the_node_is_gone(nodes: Nodes, interrupt: Callable[[], None]) -> None:
+    """The wait is in Python: a handler that raises gets through at once."""
 
     def noticed(state: RendezvousRecord) -> None:
         if state.participants:
-            signal.pthread_kill(main, signal.SIGUSR1)
+            interrupt()
 
-    before = signal.signal(signal.SIGUSR1, interrupt)
-    try:
-        alone = nodes.make("0", 2, 2, on_change=noticed, patience=0.1)
-        with pytest.raises(Interrupted):
-            alone.next_rendezvous()
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    alone = nodes.make("0", 2, 2, on_change=noticed, patience=0.1)
+    with pytest.raises(Interrupted):
+        alone.next_rendezvous()
     assert alone.shutdown()
     infos = nodes.all_join(nodes.make("1", 2, 2), nodes.make("2", 2, 2))
     assert sorted(info.rank for info in infos) == [0, 1]
 
 
 def test_signal_ends_the_wait_for_the_store_of_the_workers(
-    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes, interrupt: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What goes on waiting for it in vain is not in the way of leaving."""
-
-    class Interrupted(BaseException):
-        pass
-
-    def interrupt(signum: int, frame: object) -> None:
-        raise Interrupted
-
-    main, wait = threading.get_ident(), workers.call_in_thread
+    wait, opened = workers.call_in_thread, threading.Event()
 
     def interrupted(function: Callable[[], bool], what: str) -> bool:
         def signalled() -> bool:
-            signal.pthread_kill(main, signal.SIGUSR1)
+            interrupt()
             return function()
 
         return wait(signalled, what)
 
-    opened = threading.Event()
     host, other = (
         nodes.make(str(number), 2, 2, keep_alive_interval=TIMEOUT, patience=0.1) for number in range(2)
     )
     at = RendezvousStoreInfo("localhost", 1)
     monkeypatch.setattr(host._workers, "open", lambda *arguments: opened.wait(TIMEOUT) and at)
     monkeypatch.setattr(workers, "call_in_thread", interrupted)
-    before = signal.signal(signal.SIGUSR1, interrupt)
     try:
         hosting = nodes.join(host)
         with pytest.raises(Interrupted):
@@ -532,7 +464,6 @@ def test_signal_ends_the_wait_for_the_store_of_the_workers(
         other.leave()
         wait_until(host, lambda state: state.complete and len(state.participants) == 1)
     finally:
-        signal.signal(signal.SIGUSR1, before)
         opened.set()
     hosting.exception(TIMEOUT)
     backend = nodes.make_backend()
@@ -541,28 +472,6 @@ def test_signal_ends_the_wait_for_the_store_of_the_workers(
         if thread.name == "ft_wrapper: waiting for the workers' store":
             thread.join(TIMEOUT)
     backend.close()
-
-
-def test_host_waits_until_the_others_have_seen_the_end(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
-    host = create_handler(
-        parameters_from_url("ft://localhost:0/job?min_nodes=1&max_nodes=2&node_id=0&last_call_timeout=0")
-    )
-    assert isinstance(host._backend, TcpBackend)
-    assert host._backend.is_host
-    parameters = RendezvousParameters(
-        "ft", f"localhost:{host._backend.port}", "job", 1, 2, node_id="1", is_host=False
-    )
-    other = create_handler(parameters)
-    host.next_rendezvous()
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        late = pool.submit(other.next_rendezvous)
-        wait_until(host, lambda state: bool(state.waiting))
-        assert host.shutdown()
-        assert isinstance(late.exception(TIMEOUT), RendezvousClosedError)
-    assert "not all nodes" not in caplog.text
-    assert other.is_closed()
-    assert other.shutdown()
 
 
 def test_host_waits_for_the_one_that_closed_too(caplog: pytest.LogCaptureFixture) -> None:
