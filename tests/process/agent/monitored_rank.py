@@ -12,7 +12,6 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from ft_wrapper.monitor.beside import start_monitor
 from ft_wrapper.monitor.line import MonitorLine, ask_agent
 from ft_wrapper.monitor.messages import HelloReply, receive
 from ft_wrapper.monitor.shared_memory import RankMemory
@@ -43,22 +42,10 @@ def obey(orders: Connection, agent: str, store: str) -> None:
     while True:
         order, *arguments = orders.recv()
         answer: Any = True
-        if order in ("begin", "begin with a process"):
+        if order == "begin":
             memory = RankMemory()
             memory.lock_life()
-            line: MonitorLine | None
-            if order == "begin":
-                line, _ = ask_agent(SETTINGS, plan, memory, lost.set)
-            else:
-                line = start_monitor(
-                    SETTINGS,
-                    plan,
-                    hosts=False,
-                    memory=memory,
-                    logfile=next(iter(arguments), None),
-                    pidfile=None,
-                    on_lost=lost.set,
-                )
+            line, _ = ask_agent(SETTINGS, plan, memory, lost.set)
             answer = line is not None
             if line is not None:
                 calls.append((memory, line))
@@ -69,8 +56,6 @@ def obey(orders: Connection, agent: str, store: str) -> None:
         elif order == "enter":
             calls[-1][0].rank = arguments[1]
             calls[-1][1].enter(arguments[0], None)
-        elif order == "restarted":
-            calls[-1][1].restarted(*arguments)
         elif order == "between":
             memory, line = calls[-1]
             answer = line.between()
@@ -84,8 +69,8 @@ def obey(orders: Connection, agent: str, store: str) -> None:
             with contextlib.closing(RankMemory()) as memory:
                 limits = dataclasses.replace(SETTINGS, rejoin=arguments[0])
                 answer = ask_agent(limits, plan, memory, lost.set, watch=arguments[1])
-        elif order == "what is left":
-            answer = threading.active_count() - 1, calls[-1][1].pid
+        elif order == "threads":
+            answer = threading.active_count() - 1
         elif order == "end the earlier":
             calls.pop(-2)[1].close(TIMEOUT)
         elif order == "serve":

@@ -7,7 +7,6 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 from agent_job import FtRun, await_that, write_script
 from support.nightly import at_night
@@ -16,33 +15,6 @@ from test_nodes import CONF, WRAPPED
 
 from ft_wrapper.agent.options import parse_args
 from ft_wrapper.cli.meeting import meet
-
-ALONE = """
-    import os, time
-    from pathlib import Path
-    from ft_wrapper import CallWrapper, Wrapper
-
-    @Wrapper(rejoin=True)
-    def train(call_wrapper: CallWrapper = None):
-        call_wrapper.store.set("key", "value")
-        Path(f"in.{os.environ['RANK']}").touch()
-        while not Path("finish").exists():
-            time.sleep(0.01)
-
-    train()
-"""
-
-
-def test_nobody_reaches_a_job_on_one_node_from_outside(tmp_path: Path) -> None:
-    script, folder = write_script(tmp_path, ALONE), tmp_path / "job"
-    with FtRun(folder, "--nproc-per-node", "2", script) as job:
-        await_that(lambda: len(list(folder.glob("in.*"))) == 2, job)
-        processes = [psutil.Process(job.process.pid), *job.family()]
-        found = [one for process in processes for one in process.net_connections("inet")]
-        where = {one.laddr.ip for one in found if one.status == psutil.CONN_LISTEN}
-        (folder / "finish").touch()
-        assert job.end() == 0, job.said
-    assert where == {"127.0.0.1"}
 
 
 @pytest.mark.parametrize(
