@@ -8,7 +8,7 @@ import json
 import random
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,7 @@ from ft_wrapper.agent.outputs import describe_exit
 from ft_wrapper.agent.rounds import End, Failure, JobResult, Round, alone, result_of_failures, worst
 from ft_wrapper.agent.signals import SIGNALS, SignalQueue, queued
 from ft_wrapper.exception import StoreUnavailable, TimeoutError
+from ft_wrapper.run import main
 
 # When: in the last call, before it has ended; between two calls; after the last one.
 FAILS = """
@@ -39,8 +40,6 @@ FAILS = """
             return
         if how == "raise":
             raise RuntimeError("the export failed")
-        if how == "sys.exit":
-            sys.exit(3)
         if how == "os._exit":
             os._exit(3)
         os.kill(os.getpid(), signal.SIGSEGV)
@@ -63,18 +62,10 @@ FAILS = """
     "case",
     [
         "raise one after 1 joins 2",
-        "sys.exit all after 2 alone 1",
-        "SIGSEGV one after 2 joins 1",
-        "os._exit spare after 1 alone 1",
-        "os._exit one between 2 joins 2",
+        "os._exit one between 2 joins 1",
         *at_night(
             "others like it run always",
-            [
-                "raise all after 2 alone 1",
-                "SIGSEGV all after 1 joins 2",
-                "os._exit one in 2 joins 1",
-                "SIGSEGV one in 2 alone 2",
-            ],
+            ["SIGSEGV all after 2 alone 1", "os._exit spare after 1 alone 1", "os._exit one in 2 joins 1"],
         ),
     ],
 )
@@ -97,6 +88,38 @@ def test_a_failure_counts_from_the_end_of_the_last_call_on(tmp_path: Path, case:
 
 # The table of docs/launching.md --------------------------------------------------------------------------
 
+TAKEN = socket.socket()
+"""Has a port, so nobody else gets it, and does not listen, so nobody answers there."""
+TAKEN.bind(("127.0.0.1", 0))
+PORT = TAKEN.getsockname()[1]
+DRAINING = ("--drain-timeout", "60", "--drained-exit-code", "9")
+NOBODY = f"--nnodes 2 --rdzv-endpoint 127.0.0.1:{PORT} --rdzv-conf is_host=false,read_timeout=1"
+
+
+@pytest.mark.parametrize(
+    ("program", "options", "code", "verdict", "whose"),
+    [
+        ("exit 0", (), 0, "done", ""),
+        ("exit 1", (), 1, "program", "exit code 1"),
+        ("kill -9 $$", (), 75, "infrastructure", "killed by SIGKILL"),
+        ("kill -9 $$", ("--max-restarts", "1"), 1, "program", "killed by SIGKILL"),
+        ("exit 0", ("--master-port", str(PORT)), 2, "command line", "cannot be used on this host"),
+        ("exit 0", NOBODY.split(), 75, "infrastructure", "is the node"),
+        ("exit 0", ("--node-check", "echo a fan; false"), 76, "bad node", "a fan"),
+        ("kill -15 $PPID; sleep 60", (), 143, "signal", "SIGTERM"),
+    ],
+)
+def test_the_end_of_one_node(
+    tmp_path: Path, program: str, options: Sequence[str], code: int, verdict: str, whose: str
+) -> None:
+    file = tmp_path / "result"
+    assert main(["--result-file", str(file), *options, "--no-python", "sh", "-c", program]) == code
+    found = json.loads(file.read_text())
+    assert (found["exit_code"], found["verdict"]) == (code, verdict)
+    assert whose in found["why"]
+    assert [*tmp_path.iterdir()] == [file]
+
+
 ENDS = """
     import os, signal, sys, time
     from ft_wrapper import CallWrapper, Limits, Wrapper
@@ -107,17 +130,13 @@ ENDS = """
     quick = {"soft_timeout": 2, "hard_timeout": 3, "heartbeat_timeout": 3, "barrier_timeout": 4}
 
     @Wrapper(rejoin=True, min_world_size=2, **(quick if how == "too few" else {}),
-             limits=Limits(max_same_faults=2, rejoin_wait=0.1))
+             limits=Limits(rejoin_wait=0.1))
     def train(call_wrapper: CallWrapper = None):
         if how == "too few" and rank == "1":
             os.kill(os.getpid(), signal.SIGKILL)
         while how == "too few":
             time.sleep(0.02)
 
-    if how == "raises before":
-        raise ValueError("no such file")
-    if how == "is killed before":
-        os.kill(os.getpid(), signal.SIGKILL)
     train()
     if how == "crashes in the export" and rank == "1":
         os.kill(os.getpid(), signal.SIGSEGV)
@@ -148,18 +167,14 @@ class Row:
 
 def inside(cluster: Cluster, nodes: list[FtRun]) -> None:
     cluster.await_inside(2, *nodes)
-    if len(nodes) > 1:
-        await_that(lambda: all("a job has formed" in node.said for node in nodes), *nodes)
+    await_that(lambda: all("a job has formed" in node.said for node in nodes), *nodes)
 
 
-def end_last(signum: int) -> Callable[[Cluster, list[FtRun]], None]:
-    def act(cluster: Cluster, nodes: list[FtRun]) -> None:
-        inside(cluster, nodes)
-        nodes[-1].process.send_signal(signum)
-        await_that(lambda: nodes[-1].process.poll() is not None)
-        (cluster.shared / "finish").touch()
-
-    return act
+def end_last(cluster: Cluster, nodes: list[FtRun]) -> None:
+    inside(cluster, nodes)
+    nodes[-1].process.send_signal(signal.SIGTERM)
+    await_that(lambda: nodes[-1].process.poll() is not None)
+    (cluster.shared / "finish").touch()
 
 
 def end_host(cluster: Cluster, nodes: list[FtRun]) -> None:
@@ -175,76 +190,44 @@ def kill_bad(cluster: Cluster, nodes: list[FtRun]) -> None:
     (cluster.shared / "finish").touch()
 
 
-TAKEN = socket.socket()
-"""Has a port, so nobody else gets it, and does not listen, so nobody answers there."""
-TAKEN.bind(("127.0.0.1", 0))
-PORT = TAKEN.getsockname()[1]
-DRAINING = ("--drain-timeout", "60", "--drained-exit-code", "9")
-NOBODY = ("--rdzv-endpoint", f"127.0.0.1:{PORT}", "--rdzv-conf", "is_host=false,read_timeout=1")
 ROWS = {
-    "done": Row((0,), "done"),
-    "raises before it begins": Row((1,), "program", how="raises before", whose="exit code 1"),
-    "cannot be started": Row((2,), "command line", options=("--master-port", str(PORT))),
-    "killed before it begins": Row(
-        (75,), "infrastructure", how="is killed before", whose="killed by SIGKILL"
-    ),
-    "killed again and again before it begins": Row(
-        (1,), "program", how="is killed before", options=("--max-restarts", "1"), whose="killed by SIGKILL"
-    ),
-    "too few are left, two nodes": Row(
+    "too few are left": Row(
         (75, 76), "bad node", how="too few", options=("--max-rank-restarts", "0"), whose="its ranks are lost"
     ),
     "crashes in the export": Row(
         (75, 75), "infrastructure", how="crashes in the export", whose="killed by SIGSEGV"
     ),
-    "nobody answers": Row((75,), "infrastructure", options=("--nnodes", "2", *NOBODY), whose="is the node"),
     "the host is ended": Row(
         *((143, 75), "infrastructure", WRAPPED),
         act=end_host,
         whose="which hosts the rendezvous store, has left: it was ended by SIGTERM",
     ),
-    "fails its check": Row((76,), "bad node", options=("--node-check", "echo a fan; false"), whose="a fan"),
     "none of its ranks lives": Row(
         (0, 76), "bad node", ONE_BAD_NODE, options=("--max-rank-restarts", "1"), act=kill_bad
     ),
-    "ended by a signal": Row((143,), "signal", WRAPPED, act=end_last(signal.SIGTERM), whose="SIGTERM"),
-    "drained": Row((0, 9), "drained", WRAPPED, options=DRAINING, act=end_last(signal.SIGTERM)),
+    "drained": Row((0, 9), "drained", WRAPPED, options=DRAINING, act=end_last),
 }
 
 
-AT_NIGHT = ("killed again and again before it begins", "drained")
-
-
-@pytest.mark.parametrize(
-    "case",
-    [*(case for case in ROWS if case not in AT_NIGHT), *at_night("a row like it runs always", AT_NIGHT)],
-)
-def test_each_row_of_the_table(tmp_path: Path, case: str) -> None:
+@pytest.mark.parametrize("case", [*[*ROWS][:-1], *at_night("nodes are drained always", ["drained"])])
+def test_the_end_of_two_nodes(tmp_path: Path, case: str) -> None:
     row = ROWS[case]
-    count = len(row.codes)
-    alone = contextlib.ExitStack()
-    with Cluster(tmp_path, row.source, nnodes=str(count), nproc=1) as cluster, alone as exits:
+    results = [tmp_path / f"result{number}" for number in range(2)]
+    with Cluster(tmp_path, row.source, nnodes="2") as cluster:
         cluster.arguments.append(row.how)
-        results = [tmp_path / f"result{number}" for number in range(count)]
-        nodes = []
-        for number, path in enumerate(results):
-            options = ("--result-file", str(path), *row.options)
-            if count > 1:
-                nodes.append(cluster.start(str(number), *options))
-                continue
-            script = (*options, str(cluster.script), str(cluster.shared), row.how)
-            nodes.append(exits.enter_context(FtRun(tmp_path / "job", "--nproc-per-node", "2", *script)))
+        nodes = [
+            cluster.start(str(number), "--result-file", str(path), *row.options)
+            for number, path in enumerate(results)
+        ]
         row.act(cluster, nodes)
         codes = tuple(node.end() for node in nodes)
-    said = "\n---\n".join(node.said for node in nodes)
-    assert codes == row.codes, said
+    assert codes == row.codes, "\n---\n".join(node.said for node in nodes)
     found = [json.loads(path.read_text()) for path in results]
     assert [result["exit_code"] for result in found] == list(codes)
     assert found[-1]["verdict"] == row.verdict, found
     assert row.whose in found[-1]["why"], found
     if case == "crashes in the export":  # the first node had no failure of its own
         assert found[0] == found[1] and ", node 1)" in found[0]["culprit"]
-    assert list(tmp_path.glob("result*.*")) == []
 
 
 def died(exitcode: int, rank: int = 0, **more: bool) -> Failure:
@@ -275,7 +258,7 @@ UNEVEN = """
     import os, sys, time
     from ft_wrapper import CallWrapper, Wrapper
 
-    folder, slow, kind, how = sys.argv[1:]
+    folder, slow, waits, how = sys.argv[1:]
     rank = os.environ["RANK"]
 
     def wait_if_slow(where):
@@ -287,11 +270,10 @@ UNEVEN = """
     @Wrapper(rejoin=True)
     def train(call_wrapper: CallWrapper = None):
         call_wrapper.step(0)
-        if kind == "in":
+        if waits == "in":
             wait_if_slow("in")
 
-    if kind != "plain":
-        train()
+    train()
     wait_if_slow("after")
     if how == "exits" and rank == "1":
         sys.exit(3)
@@ -305,11 +287,11 @@ class Going:
 
     slow: str
     """The rank that waits."""
-    kind: str
-    """Where it waits: in the function, after it, or in a script without one."""
+    where: str
+    """Where it waits: in the function, or after it."""
     code: int
     """Of the nodes that are there at the end."""
-    signum: int | None = None
+    signum: int
     """What the second node gets."""
     how: str = "-"
     options: tuple[str, ...] = ()
@@ -329,9 +311,6 @@ GOINGS = {
     "lost in the export": Going("1", "after", 75, signal.SIGKILL),
     "lost once it had failed": Going("0", "after", 1, signal.SIGKILL, how="exits", finishes=BURIED),
     "lost in the function": Going("0", "in", 0, signal.SIGKILL, finishes=BURIED),
-    "no rank of a plain script is left": Going(
-        "", "plain", 1, how="exits", options=("--restart-policy", "rank", "--max-rank-restarts", "0")
-    ),
 }
 
 
@@ -341,7 +320,7 @@ def test_what_a_node_that_went_had_to_do_is_lost_unless_it_has_said_otherwise(
 ) -> None:
     going = GOINGS[case]
     with Cluster(tmp_path, UNEVEN, nnodes="2") as cluster:
-        cluster.arguments += [going.slow, going.kind, going.how]
+        cluster.arguments += [going.slow, going.where, going.how]
         nodes = {}
         if going.hosts == OURSELVES:
             cluster.host_store()
@@ -349,23 +328,21 @@ def test_what_a_node_that_went_had_to_do_is_lost_unless_it_has_said_otherwise(
             cluster._conf = cluster._conf.replace("read_timeout=20", "read_timeout=3")
         for name in ("0", "1") if going.hosts == OURSELVES else ("1", "0"):
             nodes[name] = cluster.start(name, "--result-file", str(tmp_path / name), *going.options)
-        if going.signum is not None:
-            quick = "1" if going.slow == "0" else "0"
-            where = "in" if going.kind == "in" else "after"
-            await_that((cluster.shared / f"{where}.{going.slow}").exists, *nodes.values())
-            if where == "after":
-                await_that(lambda: "waiting for the other nodes" in nodes[quick].said, *nodes.values())
-                cluster.await_word_of(quick)  # it is on its way yet when the line comes
-            else:
-                await_that(lambda: "a job has formed" in nodes["1"].said, *nodes.values())
-            nodes["1"].process.send_signal(going.signum)
+        quick = "1" if going.slow == "0" else "0"
+        await_that((cluster.shared / f"{going.where}.{going.slow}").exists, *nodes.values())
+        if going.where == "after":
+            await_that(lambda: "waiting for the other nodes" in nodes[quick].said, *nodes.values())
+            cluster.await_word_of(quick)  # it is on its way yet when the line comes
+        else:
+            await_that(lambda: "a job has formed" in nodes["1"].said, *nodes.values())
+        nodes["1"].process.send_signal(going.signum)
         if going.finishes:
             await_that(lambda: going.finishes in nodes[going.slow].said, nodes[going.slow])
-            if going.finishes == BURIED and going.kind == "in":  # and the death is logged: it has restarted
+            if going.finishes == BURIED and going.where == "in":  # and the death is logged: it has restarted
                 entries = cluster.shared / f"in.{going.slow}"
                 await_that(lambda: entries.stat().st_size > 1, nodes[going.slow])
             (cluster.shared / "finish").touch()
-        there = [name for name in nodes if name == "0" or going.signum is None or going.finishes == DRAINED]
+        there = [name for name in nodes if name == "0" or going.finishes == DRAINED]
         codes = {name: nodes[name].end() for name in there}
     said = "\n---\n".join(node.said for node in nodes.values())
     assert codes == dict.fromkeys(there, going.code), said
@@ -386,21 +363,18 @@ def test_a_spare_node_says_how_the_job_has_ended(tmp_path: Path) -> None:
         assert (host.end(), spare.end()) == (143, 75), spare.said
 
 
+WHY = {
+    75: [DistNetworkError, DistStoreError, StoreUnavailable, TimeoutError, RendezvousConnectionError],
+    76: [BadNode],
+    2: [ValueError, RendezvousError],
+}
+
+
 @pytest.mark.parametrize("rounds", [0, 1])
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [
-        (DistNetworkError("its server is gone"), 75),
-        (DistStoreError("it does not answer"), 75),
-        (StoreUnavailable("it does not answer"), 75),
-        (TimeoutError("it takes too long"), 75),
-        (RendezvousConnectionError("it is lost"), 75),
-        (BadNode("a fan"), 76),
-        (ValueError("that port is in use"), 2),
-        (RendezvousError("other options"), 2),
-    ],
-)
-def test_why_a_round_does_not_begin(error: Exception, code: int, rounds: int) -> None:
+@pytest.mark.parametrize(("code", "kind"), [(code, kind) for code, kinds in WHY.items() for kind in kinds])
+def test_why_a_round_does_not_begin(code: int, kind: type[Exception], rounds: int) -> None:
+    error = kind("no one came")
+
     class Others(Nodes):
         def next_round(self) -> Round:
             left = next(joined, None)
