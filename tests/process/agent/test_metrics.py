@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import re
-import shutil
-import subprocess
 import time
 import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_job import TIMEOUT, FtRun, await_that, write_script
+from agent_job import TIMEOUT, FtRun, await_that
 
 from ft_wrapper import events
 from ft_wrapper.agent import health
@@ -29,8 +26,6 @@ ROOT = Path(__file__).resolve().parents[3]
 MONITORING = ROOT / "examples" / "monitoring"
 JOB = ROOT / "tests" / "process" / "goodput" / "goodput_job.py"
 NAMES = re.compile(r"\bft_wrapper_\w+")
-PROMTOOL = shutil.which("promtool")
-needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed (Debian: prometheus)")
 
 Samples = dict[tuple[str, ...], float]
 
@@ -50,17 +45,6 @@ def samples(text: str) -> Samples:
             assert one.labels["run_id"]
             found[(one.name, *labels)] = one.value
     return found
-
-
-def promtool(*words: str, stdin: str = "") -> str:
-    """What it says; it must find nothing wrong."""
-    assert PROMTOOL is not None
-    done = subprocess.run(
-        [PROMTOOL, *words], input=stdin, capture_output=True, text=True, timeout=TIMEOUT, check=False
-    )
-    said = done.stdout + done.stderr
-    assert done.returncode == 0, said
-    return said
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,70 +119,3 @@ def test_what_is_told_of_a_job(tmp_path: Path) -> None:
         for label, value in re.findall(r'\b(cause|phase|state)!?=\\?"(\w+)\\?"', text):
             known = {"cause": CAUSES, "phase": PHASES, "state": {*RANK_STATES, *NODE_STATES}}
             assert value in known[label], f"{path.name}: there is no {label}={value}"
-    if PROMTOOL is not None:
-        assert promtool("check", "metrics", stdin=job.late) == ""
-
-
-FAILS = """
-    import os, pathlib, signal, sys, time
-    from ft_wrapper import Limits, Wrapper
-
-    folder = pathlib.Path(sys.argv[1])
-
-    @Wrapper(rejoin=True, active_world_size=2, limits=Limits(max_faults=1))
-    def train(call_wrapper=None):
-        if os.environ["RANK"] == "1" and call_wrapper.iteration == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        (folder / os.environ["RANK"]).touch()
-        while not (folder / "gate").exists():
-            time.sleep(0.02)
-
-    train()
-"""
-
-
-def test_one_that_was_killed_and_is_not_started_again_is_gone(tmp_path: Path) -> None:
-    script = write_script(tmp_path, FAILS)
-    port = free_port()
-    words = ["--nproc-per-node", "3", "--max-rank-restarts", "0", script, str(tmp_path)]
-    with FtRun(tmp_path / "run", *words, environment={health.ADDRESS_ENV: f"127.0.0.1:{port}"}) as run:
-        run.await_file(tmp_path / "1")  # by the one that was a spare
-        await_that(lambda: "not started again (--max-rank-restarts 0)" in run.said, run)
-        found = samples(scrape(port))
-        (tmp_path / "gate").touch()
-        run.end()
-    ranks = {state: found["ft_wrapper_ranks", state] for state in RANK_STATES}
-    assert ranks == {**dict.fromkeys(RANK_STATES, 0), "active": 2, "gone": 1}
-    assert found["ft_wrapper_rank_failures_total",] == 1
-
-
-@needs_promtool
-def test_alerts_fire_when_they_should(tmp_path: Path) -> None:
-    promtool("check", "rules", str(MONITORING / "alerts.yaml"))
-    promtool("test", "rules", str(Path(__file__).parent / "alerts_test.yaml"))
-
-
-def test_every_alert_is_tested() -> None:
-    alerts = re.findall(r"alert: (\w+)", (MONITORING / "alerts.yaml").read_text())
-    tests = (Path(__file__).parent / "alerts_test.yaml").read_text()
-    assert alerts and all(re.search(rf"alertname: {alert}\n\s+exp_alerts", tests) for alert in alerts)
-
-
-def expressions() -> list[str]:
-    dashboard = json.loads((MONITORING / "dashboard.json").read_text())
-    panels = dashboard["panels"]
-    assert len({panel["id"] for panel in panels}) == len(panels)
-    return [target["expr"] for panel in panels for target in panel["targets"]]
-
-
-@needs_promtool
-def test_the_dashboard_asks_in_prometheus_language(tmp_path: Path) -> None:
-    rules = tmp_path / "rules.yaml"
-    lines = ["groups:", "- name: dashboard", "  rules:"]
-    for number, expression in enumerate(expressions()):
-        # Grafana puts in what it calls by a dollar.
-        asked = re.sub(r"\$__(range|rate_interval)", "5m", expression).replace("$run_id", "llm")
-        assert "$" not in asked
-        lines += [f"  - record: panel:{number}", f"    expr: {json.dumps(asked)}"]
-    rules.write_text("\n".join(lines) + "\n")
-    assert f"SUCCESS: {len(expressions())} rules found" in promtool("check", "rules", str(rules))
