@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from agent_job import FtRun
 from support.etcd_users import require_login
-from support.nightly import at_night
 
 from ft_wrapper.agent.process import Job
 from ft_wrapper.log_lines import FORMAT_ENV, choose_format
@@ -54,11 +53,8 @@ def objects(said: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in said.splitlines() if "] [c10d] " not in line]
 
 
-@pytest.mark.parametrize("how", ["option", *at_night("the option runs always", ["variable"])])
-def test_each_line_is_an_object(tmp_path: Path, script: str, how: str) -> None:
-    options = ["--log-format", "json"] if how == "option" else []
-    environment = {} if how == "option" else {FORMAT_ENV: "json"}
-    with FtRun(tmp_path / "job", "--nproc-per-node", "2", *options, script, environment=environment) as job:
+def test_each_line_is_an_object(tmp_path: Path, script: str) -> None:
+    with FtRun(tmp_path / "job", "--nproc-per-node", "2", "--log-format", "json", script) as job:
         assert job.end() == 0, job.said
     lines = objects(job.said)
     for line in lines:
@@ -76,23 +72,16 @@ def test_each_line_is_an_object(tmp_path: Path, script: str, how: str) -> None:
     assert not any(line["message"].startswith("ftrun:") or "slot" in line for line in of_agent)
 
 
-def test_text_is_the_default_and_the_option_goes_before_the_variable(tmp_path: Path, script: str) -> None:
-    arguments = ["--nproc-per-node", "2", "--log-format", "text", script]
-    with FtRun(tmp_path / "job", *arguments, environment={FORMAT_ENV: "json"}) as job:
-        assert job.end() == 0, job.said
-    assert "ftrun: " in job.said and " restart 1: rank 1 (slot 1 on " in job.said
-    assert not [line for line in job.said.splitlines() if line.startswith("{")]
-    assert parse_args([script]).log_format == "text"
-
-
 def test_ranks_are_told_only_what_they_do_not_find(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parse_args(["--no-python", "true"]).log_format == "text"
     job = Job(1, "default", "id", 0)
     assert FORMAT_ENV not in job.shared_environment()
     choose_format("json")
     assert job.shared_environment()[FORMAT_ENV] == "json"
     monkeypatch.setenv(FORMAT_ENV, "json")
+    assert parse_args(["--no-python", "true"]).log_format == "json"
     assert FORMAT_ENV not in job.shared_environment()
-    choose_format("text")
+    choose_format(parse_args(["--log-format", "text", "--no-python", "true"]).log_format)
     assert job.shared_environment()[FORMAT_ENV] == "text"
 
 
@@ -116,16 +105,14 @@ def guarded() -> Iterator[EtcdServer]:
         yield server
 
 
-@pytest.mark.parametrize("form", ["text", *at_night("text runs always", ["json"])])
 def test_no_line_of_a_job_has_the_password_of_its_etcd(
     tmp_path: Path,
     script: str,
     guarded: EtcdServer,
-    form: str,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    options = ["--nnodes", "1", "--nproc-per-node", "2", "--log-format", form]
+    options = ["--nnodes", "1", "--nproc-per-node", "2"]
     options += ["--rdzv-backend", "etcd", "--rdzv-id", "job", "--rdzv-endpoint", guarded.endpoints]
     options += ["--log-dir", str(tmp_path / "logs"), "--tee", "3"]
     monkeypatch.setenv("ETCDCTL_USER", LOGIN)
@@ -140,7 +127,6 @@ def test_no_line_of_a_job_has_the_password_of_its_etcd(
     assert not [text for text in said if PASSWORD in text or USER in text]
 
 
-@pytest.mark.parametrize("form", ["text", "json"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -156,14 +142,13 @@ def test_no_line_of_a_job_has_the_password_of_its_etcd(
 )
 def test_a_command_line_with_a_password_is_not_repeated(
     options: list[str],
-    form: str,
     script: str,
     capfd: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A password that stands where none belongs: the line that says so does without it."""
     try:
-        code = main(["--nnodes", "1", "--rdzv-id", "job", "--log-format", form, *options, script])
+        code = main(["--nnodes", "1", "--rdzv-id", "job", *options, script])
     except SystemExit as ended:
         code = ended.code  # type: ignore[assignment]
     assert code in (2, 75)  # wrong, or nobody answers
