@@ -187,14 +187,8 @@ specs = st.builds(
 @given(st.lists(specs, max_size=4))
 def test_what_is_written_is_read_again(written: list[FaultSpec]) -> None:
     assert parse_faults(",".join(map(str, written))) == tuple(written)
-
-
-def test_spaces_and_an_empty_text_are_fine() -> None:
-    assert parse_faults(" sigkill : rank = 0 : step=20 , exit,") == (
-        FaultSpec(FaultKind.SIGKILL, rank=0, step=20),
-        FaultSpec(FaultKind.EXIT),
-    )
-    assert parse_faults("") == ()
+    with_spaces = " , ".join(str(one).replace(":", " : ").replace("=", " = ") for one in written)
+    assert parse_faults(with_spaces) == tuple(written)
 
 
 @pytest.mark.parametrize(
@@ -220,14 +214,6 @@ def test_malformed_faults_are_refused(
     monkeypatch.setenv(ENV, text)
     with pytest.raises(ValueError, match=f"environment variable {ENV}.*{text[:5]}"):
         Injector.from_env()
-
-
-@pytest.mark.parametrize(
-    ("fields", "name"), [({"kind": "exit"}, "kind"), ({"rank": "0"}, "rank"), ({"where": "step"}, "where")]
-)
-def test_wrong_types_are_refused(fields: dict[str, object], name: str) -> None:
-    with pytest.raises(TypeError, match=f"^{name}="):
-        FaultSpec(**{"kind": FaultKind.EXIT, **fields})  # type: ignore[arg-type]
 
 
 PLACE = {"rank": 1, "slot": 2, "iteration": 3, "step": 4}
@@ -272,12 +258,6 @@ def test_a_folder_makes_it_once_for_all_processes(tmp_path: Path) -> None:
     assert statuses == [1, RETURNED, RETURNED]
 
 
-def test_without_faults_there_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(ENV, raising=False)
-    Injector.from_env(tmp_path / "fired").check("step", step=1)
-    assert not (tmp_path / "fired").exists()
-
-
 def test_a_fault_is_recorded_before_it_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = str(tmp_path / "events")
     monkeypatch.setenv(events.ENV, path)
@@ -313,11 +293,6 @@ def test_random_faults_depend_on_the_seed_alone(seed: int, count: int) -> None:
     assert {fault.rank for fault in faults} <= {0, 1, 2}
     for begin in range(0, count - 2, 3):
         assert {fault.kind for fault in faults[begin : begin + 3]} == set(kinds)
-
-
-def test_other_seeds_choose_other_faults() -> None:
-    chosen = {random_faults(seed, [FaultKind.EXIT], range(3), range(60), 3) for seed in range(10)}
-    assert len(chosen) > 5
 
 
 @pytest.mark.parametrize(
