@@ -38,11 +38,14 @@ from ft_wrapper import *  # noqa: F403  # what each of them would load
 from ft_wrapper.agent import standby
 from ft_wrapper.agent.process import await_adoption, die_with
 from ft_wrapper.agent.signals import NOTICES
+from ft_wrapper.rendezvous import presence
 from ft_wrapper.torch_groups.warm_up import import_lazy_modules
 
 from .ends import end_quickly as end_quickly
 
 TIMEOUT = 120.0
+RECONNECTS = "FT_WRAPPER_TEST_RECONNECTS"
+"""Of an ftrun whose store is never away: else, on a busy machine, it finds no node silent for up to 20 s."""
 MAX_MESSAGE = 1 << 20
 MODULE = "ft_wrapper.run"
 NAMESPACE = ["ip", "netns", "exec"]
@@ -367,6 +370,7 @@ def _become_ftrun(arguments: list[str], cwd: str) -> Program:
         if ahead.pid == 0:
             return ahead.become_template()
         ahead.replace_start()
+    presence.RECONNECTS = float(os.environ.get(RECONNECTS, presence.RECONNECTS))
     return _as_main(MODULE, arguments, cwd)
 
 

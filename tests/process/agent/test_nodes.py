@@ -8,15 +8,15 @@ import re
 import signal
 import socket
 import textwrap
-import threading
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from agent_job import TIMEOUT, FtRun, all_gone, await_that, lose
+from support.warm_ftrun import RECONNECTS
 from torch.distributed import PrefixStore
 
 from ft_wrapper.cli import status
@@ -52,6 +52,9 @@ WRAPPED = """
 
 class Cluster:
     """The nodes of a job, and what their ranks have written."""
+
+    reconnects = "1"
+    """How long a client may need to find a store again that was away."""
 
     def __init__(self, folder: Path, source: str, *, nnodes: str, nproc: int = 1) -> None:
         self.folder = folder
@@ -90,24 +93,20 @@ class Cluster:
         *options: str,
         before: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
-        by_slurm: bool = False,
     ) -> FtRun:
         """Starts a node; the first one hosts the rendezvous store, unless the test does."""
         self._count += 1
-        ids = [] if by_slurm else ["--node-id", node_id]
-        if by_slurm:
-            environment = {**(environment or {}), "SLURM_STEP_ID": "1", "SLURM_PROCID": node_id}
         node = FtRun(
             self.folder / f"node{node_id}.{self._count}",
             *self._options,
             *("--rdzv-endpoint", self._endpoint or "localhost:0", "--rdzv-conf", self._conf),
-            *ids,
+            *("--node-id", node_id),
             *options,
             str(self.script),
             str(self.shared),
             *self.arguments,
             before=before,
-            environment=environment,
+            environment={RECONNECTS: self.reconnects, **(environment or {})},
         )
         self._exits.enter_context(node)
         if not self._endpoint:
@@ -229,58 +228,35 @@ def test_nodes_come_are_lost_come_back_and_step_in(
         await_that(lambda: "there is no seat for it now" in b.said, b)
         lose(a)
         anew = cluster.await_inside(4, b, c)
-        unneeded = cluster.start("d", *options)
-        await_that(lambda: "there is no seat for it now" in unneeded.said, unneeded)
-        cluster.finish(b, c, unneeded)
-    assert pids_of(unneeded) == {}
+        d = cluster.start("d", *options)
+        await_that(lambda: "there is no seat for it now" in d.said, d)
+        assert pids_of(d) == {}
+
+        # A node that is ended says so.
+        family = c.family()
+        c.process.send_signal(signal.SIGTERM)
+        assert c.end() == 128 + signal.SIGTERM, c.said
+        assert all_gone(family, TIMEOUT) == []
+        cluster.await_inside(4, b, d)
+        assert "no heartbeat from node c" not in b.said + d.said
+        cluster.finish(b, d)
     assert anew[0]["FT_WRAPPER_STORE"] != began[0]["FT_WRAPPER_STORE"]
     for rank, found in enumerate(anew):
         expected = {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank % 2),
             "WORLD_SIZE": "4",
-            "LOCAL_WORLD_SIZE": "2",
             "GROUP_RANK": str(rank // 2),
             "GROUP_WORLD_SIZE": "2",
-            "ROLE_RANK": str(rank),
-            "ROLE_NAME": "default",
-            "ROLE_WORLD_SIZE": "4",
             "MASTER_ADDR": "localhost",
             "MASTER_PORT": anew[0]["MASTER_PORT"],
             "TORCHELASTIC_RUN_ID": "job7",
             "TORCHELASTIC_RESTART_COUNT": "0",  # a change of membership is no restart
-            "TORCHELASTIC_MAX_RESTARTS": "0",
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
             "FT_WRAPPER_FORMATION_SIZE": "4",
             "FT_WRAPPER_STORE": f"localhost:{anew[0]['MASTER_PORT']}",
         }
         assert {name: found.get(name) for name in expected} == expected
         assert found["TORCHELASTIC_ERROR_FILE"].endswith(f"/{rank % 2}/error.json")
-
-
-def test_a_second_job_step_leaves_a_living_node_alone_and_a_killed_ftrun_comes_back_at_once(
-    tmp_path: Path,
-) -> None:
-    """A second step counts from 0, too. A killed ftrun that the script starts again is no second one."""
-    with Cluster(tmp_path, WRAPPED, nnodes="1:2") as cluster:
-        cluster.host_store()
-        nodes = [cluster.start(number, by_slurm=True) for number in ("0", "1")]
-        before = cluster.await_inside(2, *nodes)
-        # A node that comes to a job that has formed does not say so.
-        await_that(lambda: any("a job has formed" in node.said for node in nodes), *nodes)
-        second = cluster.start("1", by_slurm=True)
-        assert second.end() == 2, second.said
-        assert (
-            "node id '1', from SLURM_PROCID or JOB_COMPLETION_INDEX, belongs to a live agent" in second.said
-        )
-        assert not cluster.inside(1)
-        nodes[1].process.kill()
-        nodes[1].process.wait(TIMEOUT)
-        back = cluster.start("1", by_slurm=True)
-        after = cluster.await_inside(2, nodes[0], back)
-        assert after[0]["pid"] == before[0]["pid"]
-        assert "is in use: waiting" not in back.said
-        cluster.finish(nodes[0], back)
 
 
 def test_the_rank_of_an_agent_that_is_frozen_stays_out_until_it_answers(tmp_path: Path) -> None:
@@ -302,34 +278,6 @@ def test_the_rank_of_an_agent_that_is_frozen_stays_out_until_it_answers(tmp_path
     assert alone[0]["pid"] == ranks[0]["pid"] == again[0]["pid"]
     numbers = [found[0]["iteration"] for found in (ranks, alone, again)]
     assert numbers == [0, 1, 2], "it came back once, and not before"
-
-
-def test_a_node_that_is_ended_leaves_and_the_others_go_on(tmp_path: Path) -> None:
-    with Cluster(tmp_path, WRAPPED, nnodes="1:2") as cluster:
-        last_call = ("--rdzv-conf", LONG_CALL)
-        stays, goes = cluster.start("0", *last_call), cluster.start("1", *last_call)
-        before = cluster.await_inside(2, stays, goes)
-        await_that(lambda: "a job has formed" in stays.said, stays)
-        family = goes.family()
-        goes.process.send_signal(signal.SIGTERM)
-        assert goes.end() == 128 + signal.SIGTERM, goes.said
-        assert all_gone(family, TIMEOUT) == []
-        left = cluster.await_inside(1, stays)
-        assert left[0]["pid"] == before[0]["pid"]
-        assert "no heartbeat" not in stays.said
-        cluster.finish(stays)
-
-
-def test_the_loss_of_the_host_ends_the_others(tmp_path: Path) -> None:
-    with Cluster(tmp_path, WRAPPED, nnodes="2") as cluster:
-        conf = ("--rdzv-conf", CONF.replace("read_timeout=20", "read_timeout=3"))
-        host, other = cluster.start("0", *conf), cluster.start("1", *conf)
-        cluster.await_inside(2, host, other)
-        family = other.family()
-        lose(host)
-        assert other.end() == 75, other.said
-        assert all_gone(family, TIMEOUT) == []
-        assert "the rendezvous store is lost" in other.said
 
 
 def test_a_notice_waits_for_the_rendezvous_and_ends_no_node(tmp_path: Path) -> None:
@@ -366,58 +314,13 @@ def test_a_signal_ends_the_wait_for_other_nodes(tmp_path: Path) -> None:
 # Bad input ---------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def silent_server() -> Iterator[int]:
-    """Somebody who listens, and knows nothing of stores."""
-    stop = threading.Event()
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.settimeout(0.1)
-        held: list[socket.socket] = []
-
-        def serve() -> None:
-            while not stop.is_set():
-                with contextlib.suppress(TimeoutError):
-                    held.append(listener.accept()[0])
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        try:
-            yield int(listener.getsockname()[1])
-        finally:
-            stop.set()
-            thread.join()
-            for connection in held:
-                connection.close()
-
-
-def test_the_port_belongs_to_another_program(tmp_path: Path) -> None:
-    with silent_server() as port:
-        endpoint = ("--nnodes", "2", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-conf", "read_timeout=2")
-        with FtRun(tmp_path / "node", *endpoint, "--no-python", "true") as node:
-            assert node.end() == 75
-    (line,) = [line for line in node.said.splitlines() if line.startswith("ftrun: error: ")]
-    assert "though somebody listens there" in line
-
-
-def test_other_options_than_the_jobs(tmp_path: Path) -> None:
-    with Cluster(tmp_path, WRAPPED, nnodes="2") as cluster:
-        first = cluster.start("0")
-        cluster.await_first()
-        for word, *options in (
-            ("run_id is other here, but none there", "--rdzv-id", "other"),
-            ("nnodes is 2:4 here, but 2:2 there", "--nnodes", "2:4"),
-            ("max_restarts is 3 here, but 0 there", "--max-restarts", "3"),
-            ("spare_nodes is 1 here, but not set there", "--spare-nodes", "1", "--nnodes", "1"),
-        ):
-            stranger = cluster.start("1", *options)
-            assert stranger.end() == 2
-            (line,) = [line for line in stranger.said.splitlines() if "error" in line]
-            assert line.startswith(f"ftrun: error: cannot start {cluster.script}: ")
-            assert word in line
-        # The others have not noticed.
-        second = cluster.start("1")
-        cluster.await_inside(2, first, second)
-        cluster.finish(first, second)
+def test_the_port_belongs_to_another_program(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # knows nothing of stores
+        endpoint = f"localhost:{listener.getsockname()[1]}"
+        options = ["--nnodes", "2", "--rdzv-endpoint", endpoint, "--rdzv-conf", "read_timeout=1"]
+        assert main([*options, "--no-python", "true"]) == 75
+    said = capsys.readouterr().err
+    assert said.startswith("ftrun: error: ") and "though somebody listens there" in said
 
 
 FAILS = """
@@ -443,6 +346,8 @@ def test_a_rank_that_always_fails_ends_the_job_and_its_error_stands_alone(tmp_pa
     assert culprit.said.count("ValueError: its data is gone\nftrun") <= 1
     assert culprit.said.count("Traceback") == 2, culprit.said  # at first, and at the end
     assert "1 of 2 ranks of node" in culprit.said, culprit.said
+    (row,) = (line for line in culprit.said.splitlines() if line.split()[:1] == ["3"])
+    assert "exit code 1" in row and "ValueError: its data is gone" in row, "without @record"
     assert "Traceback" not in other.said and "failed" not in other.said.partition("(program): ValueError")[2]
     ended_by = "ftrun: exit code 1 (program): ValueError at script.py:8 in train on slot 3, 2 times in a row"
     assert ended_by in other.said, other.said
