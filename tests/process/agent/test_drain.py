@@ -8,8 +8,6 @@ import re
 import signal
 import socket
 import subprocess
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 import pytest
@@ -21,8 +19,6 @@ from ft_wrapper.cli import commands, control
 from ft_wrapper.cli.main import main
 from ft_wrapper.exception import StoreError
 from ft_wrapper.store import TCPStoreServer
-
-PORT = "TORCHELASTIC_HEALTH_CHECK_PORT"
 
 LIVE = """
     import os, sys, time, torch
@@ -44,7 +40,7 @@ LIVE = """
         if dist.get_rank() in live.plan.rolls:
             events.emit("committed", slot=int(slot), step=live.step)
         for step in live.steps(10**9):
-            time.sleep(0.02)  # a step's work, which leaves the CPUs to others
+            time.sleep(0.05)  # a step's work, which leaves the CPUs to others
             live["optimizer"].zero_grad()
             loss = live["model"](torch.full((1, 4), 1.0 + dist.get_rank())).sum()
             loss.backward()
@@ -60,23 +56,6 @@ LIVE = """
 
     train()
 """
-
-# Told no step: there is no place at which to leave.
-WITHOUT_STEPS = """
-    import os, sys, time
-    from ft_wrapper import CallWrapper, Wrapper
-
-    folder, slot = sys.argv[1], os.environ["RANK"]
-
-    @Wrapper(rejoin=True, heartbeat_timeout=60)
-    def train(call_wrapper: CallWrapper = None):
-        open(f"{folder}/step.{call_wrapper.iteration}.{slot}", "w").close()
-        while not os.path.exists(f"{folder}/finish"):
-            time.sleep(0.02)
-
-    train()
-"""
-
 
 # One long step, which a file ends by an error on slot 0.
 ONE_STEP = """
@@ -97,6 +76,10 @@ ONE_STEP = """
 
     train()
 """
+
+
+# There is no place at which to leave.
+WITHOUT_STEPS = ONE_STEP.replace("        call_wrapper.step(0)\n", "")
 
 
 def ftrun(*words: str) -> subprocess.CompletedProcess[str]:
@@ -126,14 +109,8 @@ def lost_or_repeated(*jobs: FtRun) -> tuple[list[int], list[int]]:
 
 def endpoint_of(job: FtRun) -> str:
     """What ftrun says at the start."""
-    said: list[str] = []
-
-    def has_said() -> bool:
-        said[:] = [line.split()[-1] for line in job.said.splitlines() if "ftrun status" in line]
-        return bool(said)
-
-    await_that(has_said, job)
-    return said[0]
+    await_that(lambda: "ftrun status" in job.said, job)
+    return re.findall(r"ftrun status (\S+)", job.said)[0]
 
 
 def test_a_slot_leaves_between_two_steps_and_a_spare_steps_in(tmp_path: Path) -> None:
@@ -158,23 +135,30 @@ def test_a_slot_leaves_between_two_steps_and_a_spare_steps_in(tmp_path: Path) ->
         )
 
 
-def test_a_node_leaves_and_a_spare_node_takes_its_seat(tmp_path: Path) -> None:
+def test_a_node_leaves_at_sigterm_a_spare_node_takes_its_seat_and_all_stop(tmp_path: Path) -> None:
     with Cluster(tmp_path, LIVE, nnodes="2") as cluster:
         cluster.host_store()
-        a, b = cluster.start("0"), cluster.start("1")  # numbers: so they have these group ranks
-        await_that(lambda: came_to(cluster.shared, 0, 0, 1), a, b)
-        c = cluster.start("2")
-        await_that(lambda: "is a spare" in c.said, a, b, c)
-        done = ftrun("drain", "node:1", cluster.address)
-        assert (done.returncode, done.stdout) == (0, "slot 1 left the job; ranks that go on: 1\n"), (
-            done.stderr
+        results = {name: tmp_path / f"result{name}" for name in "012"}
+        a, b, c = (
+            # Numbers: so they have these group ranks.
+            cluster.start(name, "--drain-timeout", "60", "--result-file", str(path))
+            for name, path in results.items()
         )
+        await_that(lambda: came_to(cluster.shared, 0, 0, 1) and "is a spare" in c.said, a, b, c)
+        b.process.send_signal(signal.SIGTERM)
         assert b.end() == 0, b.said
+        assert "SIGTERM: rank 1 to leave the job within 60 s" in b.said
         await_that(lambda: came_to(cluster.shared, 1, 0) and "has group rank 1" in c.said, a, c)
         await_that(lambda: any(record["slot"] == 1 for record in c.events("committed")), a, c)
-        cluster.finish(a, c)
+        assert ftrun("stop", cluster.address, "--why", "lunch").returncode == 0
+        assert [a.end(), c.end()] == [0, 0]
+        again = ftrun("stop", cluster.address)
+        assert again.returncode == 1 and again.stderr.endswith("ftrun stop: refused: the job is over\n")
         assert lost_or_repeated(a, b, c) == ([], [])
         assert len(b.pids(1)) == 1 and "it was drained" not in a.said
+    for name in "02":
+        found = json.loads(results[name].read_text())
+        assert (found["verdict"], found["exit_code"], "lunch" in found["why"]) == ("stopped", 0, True)
 
 
 def test_a_node_leaves_and_the_others_begin_another_round(
@@ -198,31 +182,6 @@ def test_a_node_leaves_and_the_others_begin_another_round(
         assert done == "slot 1 left the job; ranks that go on: 1"
         await_that(lambda: a.said.count("has group rank 0 of 1 in round") == 2, a)
         cluster.finish(a)
-
-
-def test_sigterm_and_http_drain_nodes_that_the_others_go_on_without(tmp_path: Path) -> None:
-    with Cluster(tmp_path, LIVE, nnodes="4") as cluster:
-        cluster.host_store()
-        options = ("--drain-timeout", "60")
-        nodes = [cluster.start(n, *options, environment={PORT: "0"} if n == "2" else {}) for n in "0123"]
-        await_that(lambda: came_to(cluster.shared, 0, 0, 1), *nodes)
-        nodes[1].process.send_signal(signal.SIGTERM)
-        assert nodes[1].end() == 0, nodes[1].said
-        assert "SIGTERM: rank 1 to leave the job within 60 s" in nodes[1].said
-        await_that(lambda: came_to(cluster.shared, 1, 0, 2), nodes[0], *nodes[2:])
-
-        found = re.search(r"the health endpoint is at 127\.0\.0\.1:(\d+)", nodes[2].said)
-        assert found is not None
-        url = f"http://localhost:{found[1]}/drain?within="
-        with pytest.raises(urllib.error.HTTPError, match="400"):
-            urllib.request.urlopen(urllib.request.Request(url + "soon", method="POST"), timeout=TIMEOUT)
-        answer = urllib.request.urlopen(urllib.request.Request(url + "45", method="POST"), timeout=TIMEOUT)
-        assert answer.status == 202
-        assert nodes[2].end() == 0, nodes[2].said
-        assert "asked by HTTP: rank 2 to leave the job within 45 s" in nodes[2].said
-        await_that(lambda: came_to(cluster.shared, 2, 0, 3), nodes[0], nodes[3])
-        cluster.finish(nodes[0], nodes[3])
-        assert lost_or_repeated(*nodes) == ([], [])
 
 
 def test_sigterm_ends_a_job_of_which_too_few_would_be_left(tmp_path: Path) -> None:
@@ -284,20 +243,6 @@ def test_restart_and_stop(tmp_path: Path) -> None:
         assert ftrun("stop", endpoint_of(job), "--why", "wrong data").returncode == 0
         assert job.end() == 0, job.said
         assert "the job was ended: ftrun stop on" in job.said and "wrong data" in job.said
-
-
-def test_all_nodes_stop(tmp_path: Path) -> None:
-    results = [tmp_path / f"result{name}" for name in "01"]
-    with Cluster(tmp_path, WITHOUT_STEPS, nnodes="2") as cluster:
-        cluster.host_store()
-        nodes = [cluster.start(str(n), "--result-file", str(path)) for n, path in enumerate(results)]
-        await_that(lambda: came_to(cluster.shared, 0, 0, 1), *nodes)
-        assert ftrun("stop", cluster.address, "--why", "lunch").returncode == 0
-        assert [node.end() for node in nodes] == [0, 0]
-        again = ftrun("stop", cluster.address)
-        assert again.returncode == 1 and again.stderr.endswith("ftrun stop: refused: the job is over\n")
-    for found in (json.loads(path.read_text()) for path in results):
-        assert (found["verdict"], found["exit_code"], "lunch" in found["why"]) == ("stopped", 0, True)
 
 
 @pytest.mark.parametrize("name", ["drain", "restart", "stop"])
