@@ -1,30 +1,21 @@
 """The policy ``group``: a script without the wrapper finds what it finds under torchrun.
 
-Most of these cases are run by ftrun with its own rendezvous and, nightly, on torch's.
-
 The scripts import nothing, so that a case costs little more than the start of its agents. The test hosts the
 rendezvous store: any agent may go.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 from agent_job import FtRun, await_that, lose
-from support.nightly import at_night
+from test_nodes import CONF, Cluster
 
-from ft_wrapper.store import TCPStoreServer
-
-OURS, TORCHS = "ft", "c10d"
-BACKENDS = [OURS, *at_night("our own rendezvous runs always", [TORCHS])]
 NPROC = 2
 
 # Each rank says who it is, and runs until it is told its exit code.
@@ -56,66 +47,19 @@ class Rank:
     node: str
 
 
-class Job:
-    """The agents of a job with a plain script, all on this machine. A context manager.
+class Job(Cluster):
+    """The agents of a job with a plain script. A context manager."""
 
-    Args:
-        folder: for its files.
-        backend: one of `BACKENDS`.
-        nnodes: how many agents.
-        options: for all of them.
-        silent_after: seconds until ours takes a node for lost.
-    """
-
-    def __init__(
-        self, folder: Path, backend: str, nnodes: str, *options: str, silent_after: float = 5.0
-    ) -> None:
-        self._folder = folder
-        self._backend = backend
-        self._shared = folder / "shared"
-        self._shared.mkdir(parents=True)
-        script = folder / "script.py"
-        script.write_text(textwrap.dedent(SCRIPT))
-        self._script = [str(script), str(self._shared)]
-        self._options = ["--nnodes", nnodes, "--nproc-per-node", str(NPROC), "--rdzv-id", "job", *options]
-        self._attempts = round(silent_after / 0.5)
+    def __init__(self, folder: Path, nnodes: str, *options: str) -> None:
+        super().__init__(folder, SCRIPT, nnodes=nnodes, nproc=NPROC)
+        self._options += [*options, "--no-fork"]
+        self._conf = CONF.replace("last_call_timeout=0.2", "last_call_timeout=1")
+        self.host_store()
         self._seen: set[int] = set()
-        self._count = 0
-        self._exits = contextlib.ExitStack()
 
-    def __enter__(self) -> Job:
-        server = TCPStoreServer(0)
-        self._exits.callback(server.close)
-        # A node that waits for torch's next round looks once a second, and later on a busy machine: with a
-        # shorter last call two nodes may have rounds of one by turns.
-        conf = "last_call_timeout=10,keep_alive_interval=1,keep_alive_max_attempt=5"
-        if self._backend == OURS:
-            conf = f"last_call_timeout=1,keep_alive_interval=0.5,keep_alive_max_attempt={self._attempts}"
-        self._options += ["--rdzv-backend", self._backend, "--rdzv-endpoint", f"localhost:{server.port}"]
-        self._options += ["--rdzv-conf", f"is_host=false,read_timeout=30,{conf}", "--no-fork"]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._exits.__exit__(*error)
-
-    def start(self, name: str) -> FtRun:
+    def begin(self, name: str) -> FtRun:
         """Starts an agent."""
-        self._count += 1
-        environment = {
-            "NODE": name,
-            "LOGLEVEL": "INFO",
-            # Or else torch lets the ranks use the rendezvous' own store.
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        }
-        return self._exits.enter_context(
-            FtRun(
-                self._folder / f"{name}.{self._count}",
-                *self._options,
-                *(("--node-id", name) if self._backend == OURS else ()),
-                *self._script,
-                environment=environment,
-            )
-        )
+        return self.start(name, environment={"NODE": name})
 
     def ranks(self, world_size: int, *nodes: FtRun) -> list[Rank]:
         """Waits until a group of that size runs, all of it new; returns it in the order of rank."""
@@ -127,7 +71,7 @@ class Job:
 
     def new(self, world_size: int) -> list[Rank]:
         """The ranks of a group of that size that were not there before."""
-        found = [Rank(**json.loads(path.read_text())) for path in self._shared.glob("rank.*")]
+        found = [Rank(**json.loads(path.read_text())) for path in self.shared.glob("rank.*")]
         new = [r for r in found if r.world_size == world_size and r.pid not in self._seen]
         return sorted(new, key=lambda rank: rank.rank)
 
@@ -137,9 +81,9 @@ class Job:
             self._tell(f"exit.{rank.pid}", exitcode)
 
     def _tell(self, name: str, exitcode: int) -> None:
-        part = self._shared / f"part.{name}"
+        part = self.shared / f"part.{name}"
         part.write_text(str(exitcode))
-        part.rename(self._shared / name)
+        part.rename(self.shared / name)
 
 
 def of(node: str, ranks: Sequence[Rank]) -> list[Rank]:
@@ -163,58 +107,48 @@ def waits(agent: FtRun) -> bool:
 # A job that grows, fails once, and ends ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_job_that_grows_and_fails_once(tmp_path: Path, backend: str) -> None:
-    with Job(tmp_path, backend, "1:2", "--max-restarts", "1") as job:
-        a = job.start("a")
+def test_a_job_that_grows_and_fails_once(tmp_path: Path) -> None:
+    with Job(tmp_path, "1:2", "--max-restarts", "1") as job:
+        a = job.begin("a")
         alone = job.ranks(NPROC, a)
-        b = job.start("b")
+        b = job.begin("b")
         grown = job.ranks(2 * NPROC, a, b)
         assert are_gone(alone), "two groups at a time"
         job.end(of("b", grown)[:1], 3)
         again = job.ranks(2 * NPROC, a, b)
         assert are_gone(grown), "one that fails restarts all ranks of all nodes"
-        if backend == OURS:
-            lose(b)
-            left = job.ranks(NPROC, a)
-            b = job.start("b")
-            back = job.ranks(2 * NPROC, a, b)
-        else:
-            left, back = [], again
+        lose(b)
+        left = job.ranks(NPROC, a)
+        b = job.begin("b")
+        back = job.ranks(2 * NPROC, a, b)
         job.end(of("a", back))
         await_that(lambda: waits(a), a, b)
         assert [rank.node for rank in back if psutil.pid_exists(rank.pid)] == ["b"] * NPROC
         job.end(of("b", back))
         assert [a.end(), b.end()] == [0, 0]
-        late = job.start("c")
+        late = job.begin("c")
         assert late.end() == 2, "one that comes after the end is turned away"
-        # On a busy machine torch may have run a round of one node earlier.
-        assert of("c", job.new(NPROC)) == []
+        assert job.new(NPROC) == []
     assert "is closed" in late.said
     assert [len(of(node, grown)) for node in "ab"] == [NPROC, NPROC]
-    # A change of membership is no restart. On torch's rendezvous each agent counts its own ones.
+    # A change of membership is no restart.
     assert (restarts(alone), restarts(grown)) == ({"a": {0}}, {"a": {0}, "b": {0}})
-    assert restarts(again) == {"a": {1 if backend == OURS else 0}, "b": {1}}
-    if backend == OURS:
-        assert (restarts(left), restarts(back)) == ({"a": {1}}, {"a": {1}, "b": {1}})
+    assert restarts(again) == {"a": {1}, "b": {1}}
+    assert (restarts(left), restarts(back)) == ({"a": {1}}, {"a": {1}, "b": {1}})
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_when_the_restarts_are_used_up_the_job_has_failed(tmp_path: Path, backend: str) -> None:
-    with Job(tmp_path, backend, "2", "--max-restarts", "1") as job:
-        a, b = job.start("a"), job.start("b")
+def test_when_the_restarts_are_used_up_the_job_has_failed(tmp_path: Path) -> None:
+    with Job(tmp_path, "2", "--max-restarts", "1") as job:
+        a, b = job.begin("a"), job.begin("b")
         first = job.ranks(2 * NPROC, a, b)
         job.end(first, 3)  # that all fail at once is one restart
         second = job.ranks(2 * NPROC, a, b)
         job.end(of("b", second)[1:], 5)
-        if backend == TORCHS:  # it tells no other agent: ranks run into an error when they miss the others
-            assert b.end() == 1, b.said
-            job.end(of("a", second), 1)
         assert [a.end(), b.end()] == [1, 1], a.said + b.said
         assert are_gone(second), "one has failed: all others are ended"
     assert restarts(first) == {"a": {0}, "b": {0}}
     assert restarts(second) == {"a": {1}, "b": {1}}
-    assert ("the job was ended: rank" in a.said) == (backend == OURS)
+    assert "the job was ended: rank" in a.said
 
 
 # A node has finished -------------------------------------------------------------------------------------
@@ -225,7 +159,7 @@ def finish_one(job: Job) -> tuple[FtRun, FtRun, list[Rank]]:
 
     It is the one that does not host the store of the ranks.
     """
-    agents = {name: job.start(name) for name in "ab"}
+    agents = {name: job.begin(name) for name in "ab"}
     ranks = job.ranks(2 * NPROC, *agents.values())
     busy = ranks[0].node
     (done,) = {"a", "b"} - {busy}
@@ -238,7 +172,7 @@ def test_after_a_node_has_finished_a_failure_restarts_all_rather_than_those_that
     tmp_path: Path,
 ) -> None:
     """Under torchrun the one that has failed waits in vain for the one that has finished."""
-    with Job(tmp_path, OURS, "1:2", "--max-restarts", "1") as job:
+    with Job(tmp_path, "1:2", "--max-restarts", "1") as job:
         done, busy, left = finish_one(job)
         job.end(left[:1], 3)
         again = job.ranks(2 * NPROC, done, busy)
@@ -249,7 +183,7 @@ def test_after_a_node_has_finished_a_failure_restarts_all_rather_than_those_that
 
 @pytest.mark.nightly("a node is lost above always")
 def test_after_a_node_has_finished_the_loss_of_another_does_not_scale_the_job_down(tmp_path: Path) -> None:
-    with Job(tmp_path, OURS, "1:2") as job:
+    with Job(tmp_path, "1:2") as job:
         done, busy, _ = finish_one(job)
         lose(busy)
         assert done.end() == 75, done.said
@@ -260,7 +194,7 @@ def test_after_a_node_has_finished_the_loss_of_another_does_not_scale_the_job_do
 @pytest.mark.alone("a rank has half a second to fail in")
 def test_nobody_waits_longer_than_the_exit_barrier(tmp_path: Path) -> None:
     """Nor is anybody ended then; but for a restart it is too late."""
-    with Job(tmp_path, OURS, "1:2", "--exit-barrier-timeout", "0.5", "--max-restarts", "1") as job:
+    with Job(tmp_path, "1:2", "--exit-barrier-timeout", "0.5", "--max-restarts", "1") as job:
         done, busy, left = finish_one(job)
         assert done.end() == 0, done.said
         assert "not waited for any longer, after 0.5 s: node" in done.said
@@ -269,19 +203,3 @@ def test_nobody_waits_longer_than_the_exit_barrier(tmp_path: Path) -> None:
         assert busy.end() == 75  # not done, though the other node was
         assert job.new(NPROC) == []
     assert "the next round has not begun" in busy.said
-
-
-# A node is lost ------------------------------------------------------------------------------------------
-
-
-def test_a_node_that_leaves_and_comes_back_at_once_is_a_restart(tmp_path: Path) -> None:
-    # It is back before anybody takes it for lost, however long it takes to start.
-    with Job(tmp_path, OURS, "1:2", "--max-restarts", "1", silent_after=60.0) as job:
-        a, b = job.start("a"), job.start("b")
-        job.ranks(2 * NPROC, a, b)
-        lose(b)
-        b = job.start("b")
-        again = job.ranks(2 * NPROC, a, b)
-        job.end(again)
-        assert [a.end(), b.end()] == [0, 0]
-    assert restarts(again) == {"a": {1}, "b": {1}}
