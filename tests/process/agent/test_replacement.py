@@ -2,40 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import re
 from pathlib import Path
 
 import pytest
-from agent_job import ROOT, FtRun, write_script
+from agent_job import FtRun, write_script
 from support.nightly import at_night
 
 ALONE = ("--restart-policy", "rank")
-
-
-def final_weights(job: FtRun) -> str:
-    assert job.end() == 0, job.said
-    found = re.search(r"final weights (sha256 .*)", job.said)
-    assert found, job.said
-    return found[1]
-
-
-def test_only_the_dead_rank_is_new_and_the_weights_are_the_same(tmp_path: Path) -> None:
-    def train(folder: Path, *faults: str) -> FtRun:
-        training = [str(ROOT / "examples" / "train_lm.py"), "--steps", "30", "--min-ranks", "3"]
-        checkpoints = ["--checkpoint-dir", str(folder / "checkpoints")]
-        return FtRun(folder, "--nproc-per-node", "3", *training, *checkpoints, *faults)
-
-    with train(tmp_path / "faulty", "--faults", "sigkill:slot=2:step=8,exit:slot=0:step=16") as job:
-        faulty = final_weights(job)
-        # One was killed; one left by itself, with an exit code; no one else was touched.
-        assert [len(job.pids(rank)) for rank in range(3)] == [2, 1, 2]
-        assert job.said.count("it is started again (1 of 10)") == 2
-        # All were in every iteration.
-        entered = {(record["iteration"], record["rank"]) for record in job.events("enter")}
-        assert entered == {(iteration, rank) for iteration in range(3) for rank in range(3)}
-    with train(tmp_path / "clean") as job:
-        assert faulty == final_weights(job)
 
 
 def test_the_others_wait_for_a_replacement(tmp_path: Path) -> None:
@@ -96,27 +69,6 @@ def test_a_job_that_nobody_can_join_goes_on_without_its_dead(tmp_path: Path) -> 
         assert len(job.pids(1)) == 1
 
 
-def test_who_aborts_the_restarts_is_not_started_again(tmp_path: Path) -> None:
-    source = write_script(
-        tmp_path,
-        """
-        from ft_wrapper import Wrapper
-        from ft_wrapper.initialize import RetryController
-
-        @Wrapper(rejoin=True, initialize=RetryController(max_iterations=2))
-        def train():
-            raise RuntimeError("every time")
-
-        train()
-        """,
-    )
-    with FtRun(tmp_path / "job", "--nproc-per-node", "2", source) as job:
-        assert job.end() == 1
-        assert job.said.count("it left the job for good") == 2
-        assert [len(job.pids(rank)) for rank in range(2)] == [1, 1]
-        assert "2 of 2 ranks failed, the first one first" in job.said
-
-
 CRASHES = """
     import os, sys
     incarnation = int(os.environ["FT_WRAPPER_INCARNATION"])
@@ -147,91 +99,6 @@ def test_a_budget_that_is_used_up(tmp_path: Path) -> None:
     (folder,) = logs.glob("*/attempt_0/1")
     assert (folder / "stderr.log").read_text() == "incarnation 0\n"
     assert (folder / "incarnation_2" / "stderr.log").read_text() == "incarnation 2\n"
-
-
-ASKS = """
-    import os, sys
-    from ft_wrapper import Wrapper
-    from ft_wrapper.monitor.line import ask_agent
-    from ft_wrapper.monitor.shared_memory import RankMemory
-    from ft_wrapper.store.plan import announced_plan
-
-    limits = Wrapper(rejoin=True).settings.all_limits
-    plan = announced_plan(os.environ["FT_WRAPPER_STORE"], 20.0)
-    _, replaced = ask_agent(limits, plan, RankMemory(), print, watch=False)
-    print("replaced:", replaced, flush=True)
-    sys.exit(replaced)
-"""
-
-
-def test_the_last_process_that_the_budget_allows_is_said_not_to_be_replaced(tmp_path: Path) -> None:
-    options = ["--nproc-per-node", "1", *ALONE, "--max-rank-restarts", "1", "-t", "3"]
-    with FtRun(tmp_path / "job", *options, write_script(tmp_path, ASKS)) as job:
-        assert job.end() == 0, job.said
-        said = [line.partition("replaced: ")[2] for line in job.said.splitlines() if "replaced: " in line]
-        assert said == ["True", "False"], job.said
-        assert "ranks failed" not in job.said, "a replacement that succeeds heals"
-
-
-GROUP = """
-    import json, os, signal, sys, time
-    rank, attempt = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
-    def note(what):
-        with open(f"{rank}.{attempt}", "w") as file:
-            json.dump([what, os.environ["MASTER_PORT"], os.environ["TORCHELASTIC_MAX_RESTARTS"]], file)
-    if attempt == sys.argv[1]:
-        note("done")
-    elif rank == "0":
-        def end(signum, frame):
-            note(signal.Signals(signum).name)
-            sys.exit(0)
-        signal.signal(signal.SIGTERM, end)
-        open("ready" + attempt, "w").close()
-        signal.pause()
-    else:
-        while not os.path.exists("ready" + attempt):
-            time.sleep(0.01)
-        sys.exit(7)
-"""
-
-
-def test_a_group_is_started_anew(tmp_path: Path) -> None:
-    folder = tmp_path / "job"
-    options = ["--nproc-per-node", "2", "--max-restarts", "2", "-r", "3"]
-    with FtRun(folder, *options, write_script(tmp_path, GROUP), "1") as job:
-        assert job.end() == 0, job.said
-        assert "rank 1" in job.said and "all ranks are restarted (1 of 2)" in job.said
-    noted = {path.name: json.loads(path.read_text()) for path in folder.glob("[01].[0-9]")}
-    assert {name: what for name, (what, _, _) in noted.items()} == {
-        "0.0": "SIGTERM",
-        "0.1": "done",
-        "1.1": "done",
-    }
-    assert {limit for _, _, limit in noted.values()} == {"2"}
-    # Nothing that the first attempt wrote is in the second one's store.
-    assert noted["0.0"][1] != noted["0.1"][1] == noted["1.1"][1]
-    assert len(list(folder.glob("ftrun_*/*/attempt_1/[01]/stdout.log"))) == 2
-
-
-def test_cuda_may_be_in_use_before_the_call(tmp_path: Path) -> None:
-    source = write_script(
-        tmp_path,
-        """
-        import sys, torch
-        from ft_wrapper import Wrapper
-
-        torch.cuda.is_initialized = lambda: True  # as after a set_device
-
-        @Wrapper(monitor_process_logfile=sys.argv[1])  # so it has a process of its own
-        def train():
-            print("trained", flush=True)
-
-        train()
-        """,
-    )
-    with FtRun(tmp_path / "job", source, str(tmp_path / "log")) as job:
-        assert job.end() == 0, job.said
-        assert "trained" in job.said
 
 
 @pytest.mark.parametrize("does", ["trains", *at_night("one that trains runs always", ["waits"])])
