@@ -38,7 +38,7 @@ SCRIPT = """
     @Wrapper(rejoin=True, **settings, limits=Limits(rejoin_wait=60, max_same_faults=None))
     def train(call_wrapper: CallWrapper = None):
         state, n = call_wrapper.state, call_wrapper.iteration
-        noted = {"n": n, "rank": state.active_rank, "pid": os.getpid(), "node": os.environ["GROUP_RANK"]}
+        noted = {"n": n, "rank": state.active_rank, "pid": os.getpid()}
         noted |= {"at_start": at_start, "local_rank": os.environ["LOCAL_RANK"]}
         with open(f"{folder}/{n}-{os.getpid()}", "w") as file:
             json.dump({**noted, "device": str(call_wrapper.device)}, file)
@@ -58,23 +58,16 @@ SCRIPT = """
     assert os.environ["LOCAL_RANK"] == at_start
 """
 
-Plan = list[tuple[list[int], bool]]
-
-
-def script(settings: str = "{'min_world_size': wanted}") -> str:
-    return textwrap.dedent(SCRIPT).replace("SETTINGS", settings)
-
 
 def entries(folder: Path) -> dict[int, list[dict[str, Any]]]:
-    """What active ranks have noted, by iteration; each holds a device of its node alone."""
+    """What active ranks have noted, by iteration; each holds a device alone, and keeps it."""
     found = defaultdict(list)
     for path in folder.glob("*-*"):
         noted = json.loads(path.read_text())
         assert noted["device"] == f"cuda:{noted['local_rank']}"
         found[noted["n"]].append(noted)
     for noted in found.values():
-        held = [(one["node"], one["device"]) for one in noted]
-        assert len(set(held)) == len(held), noted
+        assert len({one["device"] for one in noted}) == len(noted), noted
     for n in found.keys() - {0}:
         before = {one["pid"]: one["device"] for one in found[n - 1]}
         for one in found[n]:
@@ -84,55 +77,46 @@ def entries(folder: Path) -> dict[int, list[dict[str, Any]]]:
     return found
 
 
-def run(tmp_path: Path, nproc: int, devices: int, plan: Plan) -> dict[int, list[dict[str, Any]]]:
-    """Runs a job on one node with one active rank for each device; what was noted."""
-    folder = tmp_path / "noted"
-    folder.mkdir()
-    (tmp_path / "script.py").write_text(script())
-    counts = ["--nproc-per-node", str(nproc), "--active-world-size", str(devices)]
-    options = [*counts, "--devices-per-node", str(devices), "--max-rank-restarts", "99"]
-    arguments = [str(tmp_path / "script.py"), str(folder), json.dumps(plan)]
-    with FtRun(tmp_path / "job", *options, *arguments) as job:
-        assert job.end() == 0, job.said
-        assert "AssertionError" not in job.said  # once the call has completed, a failure is forgiven
-        found = entries(folder)
-        assert sorted(found) == list(range(len(plan) + 1)), job.said
-        for noted in found.values():
-            assert sorted(one["device"] for one in noted) == [f"cuda:{index}" for index in range(devices)]
-        started = {pid: rank for rank, pids in pids_of(job).items() for pid in pids}
-        for one in found[0]:
-            assert one["at_start"] == str(started[one["pid"]] % devices), job.said
-    return found
-
-
 # In a job ----------------------------------------------------------------------------------------------
+
+OPTIONS = ["--active-world-size", "2", "--devices-per-node", "2"]
+
+
+def start(tmp_path: Path, nproc: int, settings: str, plan: list[tuple[list[int], bool]]) -> FtRun:
+    """Starts a job on one node, which notes in a folder; see SCRIPT."""
+    (tmp_path / "noted").mkdir()
+    (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT).replace("SETTINGS", settings))
+    arguments = [str(tmp_path / "script.py"), str(tmp_path / "noted"), json.dumps(plan)]
+    return FtRun(tmp_path / "job", "--nproc-per-node", str(nproc), *OPTIONS, *arguments)
 
 
 def test_whoever_steps_in_has_a_device_that_no_active_rank_has(tmp_path: Path) -> None:
     """Two are killed and one raises, in iterations of their own and in one."""
-    found = run(tmp_path, 4, 2, [([1], False), ([], True), ([0, 1], False), ([0], False)])
-    pids = {one["pid"] for noted in found.values() for one in noted}
-    assert len(pids) > 2, "others have stepped in"
+    plan = [([1], False), ([], True), ([0, 1], False), ([0], False)]
+    with start(tmp_path, 4, "{'min_world_size': wanted}", plan) as job:
+        assert job.end() == 0, job.said
+        assert "AssertionError" not in job.said  # once the call has completed, a failure is forgiven
+        started = {pid: rank for rank, pids in pids_of(job).items() for pid in pids}
+    found = entries(tmp_path / "noted")
+    assert sorted(found) == list(range(len(plan) + 1)), job.said
+    for noted in found.values():
+        assert sorted(one["device"] for one in noted) == ["cuda:0", "cuda:1"]
+    for one in found[0]:
+        assert one["at_start"] == str(started[one["pid"]] % 2), job.said
+    assert len({one["pid"] for noted in found.values() for one in noted}) > 2, "others have stepped in"
     first, second = ({one["pid"]: one["device"] for one in found[n]} for n in (1, 2))
     assert first == second, "an exception moves no rank"
 
 
 def test_an_active_rank_without_a_device_leaves_and_the_others_go_on(tmp_path: Path) -> None:
     """The code's assignment has more active ranks than ftrun says. A new process would fare no better."""
-    noted = tmp_path / "noted"
-    noted.mkdir()
-    source = (
-        script("{'rank_assignment': Compose(ActivateAllRanks(), ShiftRanks()), 'min_world_size': 2}")
-        + "\ndevice._LOOKS = 5\ntrain()\n"
-    )
-    (tmp_path / "script.py").write_text(source.replace("\ntrain()\n", "\n", 1))
-    options = ["--nproc-per-node", "3", "--active-world-size", "2", "--devices-per-node", "2"]
-    with FtRun(tmp_path / "job", *options, str(tmp_path / "script.py"), str(noted), "[]") as job:
+    settings = "{'rank_assignment': Compose(ActivateAllRanks(), ShiftRanks()), 'min_world_size': 2}"
+    with start(tmp_path, 3, f"{settings}; device._LOOKS = 5", []) as job:
         assert job.end() == 0, job.said
         assert "active ranks hold all 2 devices" in job.said
         assert "it left the job for good" in job.said
         assert sorted(len(pids) for pids in pids_of(job).values()) == [1, 1, 1]
-        assert len(entries(noted)[1]) == 2, job.said
+        assert len(entries(tmp_path / "noted")[1]) == 2, job.said
 
 
 LEAVES = """
@@ -165,8 +149,7 @@ LEAVES = """
 def test_whoever_leaves_the_call_leaves_its_device(tmp_path: Path) -> None:
     """Its process may live on for long."""
     (tmp_path / "script.py").write_text(textwrap.dedent(LEAVES))
-    options = ["--nproc-per-node", "3", "--active-world-size", "2", "--devices-per-node", "2"]
-    with FtRun(tmp_path / "job", *options, str(tmp_path / "script.py")) as job:
+    with FtRun(tmp_path / "job", "--nproc-per-node", "3", *OPTIONS, str(tmp_path / "script.py")) as job:
         assert job.end() == 0, job.said
         assert sorted(path.name for path in (tmp_path / "job").glob("cuda*")) == ["cuda0", "cuda1"], job.said
 
