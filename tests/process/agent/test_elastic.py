@@ -67,31 +67,10 @@ def test_functions_return_values(tmp_path: Path, metrics: Metrics) -> None:
         running.run()
 
 
-@pytest.mark.parametrize(
-    "backend",
-    [
-        "ft",
-        *(
-            pytest.param(x, marks=pytest.mark.nightly("our own handler runs always"))
-            for x in ("static", "c10d on a file", "ft-etcd")
-        ),
-    ],
-)
-def test_torchs_launcher_runs_it_with_any_handler(
-    backend: str,
-    tmp_path: Path,
-    torchs_launcher: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    etcd_if_any: object,
-    request: pytest.FixtureRequest,
+def test_torchs_launcher_runs_it(
+    tmp_path: Path, torchs_launcher: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With everything that the launcher wants of an agent, its events for instance."""
-    endpoint = f"127.0.0.1:{free_port()}"
-    options: dict[str, Any] = {"rank": 0, "timeout": 60}
-    if backend == "ft-etcd":
-        endpoint = request.getfixturevalue("etcd").endpoints
-    if backend == "c10d on a file":
-        backend, endpoint, options["store_type"] = "c10d", str(tmp_path / "rendezvous"), "file"
     recorded: list[Event] = []
     monkeypatch.setattr(events, "record", lambda event, *_: recorded.append(event))
     config = torchs_launcher.LaunchConfig(
@@ -99,9 +78,9 @@ def test_torchs_launcher_runs_it_with_any_handler(
         1,
         1,
         run_id=uuid.uuid4().hex,
-        rdzv_backend=backend,
-        rdzv_endpoint=endpoint,
-        rdzv_configs=options,
+        rdzv_backend="ft",
+        rdzv_endpoint=f"127.0.0.1:{free_port()}",
+        rdzv_configs={"rank": 0, "timeout": 60},
         monitor_interval=0.01,
         logs_specs=DefaultLogsSpecs(str(tmp_path / "logs")),
         local_addr="127.0.0.1",
@@ -110,7 +89,7 @@ def test_torchs_launcher_runs_it_with_any_handler(
     assert {rank: (result[0], result[-1]) for rank, result in results.items()} == {0: (7, "0")}
     (event,) = recorded
     assert event.name == "torchelastic.worker.status.SUCCEEDED"
-    assert (event.metadata["role"], event.metadata["rdzv_backend"]) == ("default_role", backend)
+    assert (event.metadata["role"], event.metadata["rdzv_backend"]) == ("default_role", "ft")
 
 
 def test_how_long_something_took_is_an_event_of_torchs(
@@ -173,14 +152,6 @@ def test_the_store_of_the_workers_is_where_the_spec_says(tmp_path: Path) -> None
         ROLE, 1, Alone(), entrypoint="sh", args=("-c", ports), master_addr="127.0.0.1", master_port=port
     )
     assert not LocalElasticAgent(spec, DefaultLogsSpecs(str(tmp_path))).run().is_failed()
-
-
-def test_a_node_that_is_alone_needs_no_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    name = "no-such-host.invalid"
-    address = '[ "$MASTER_ADDR" = 127.0.0.1 ]'
-    spec = WorkerSpec(ROLE, 1, Alone(), entrypoint="sh", args=("-c", address), master_addr=name)
-    assert not LocalElasticAgent(spec, DefaultLogsSpecs(str(tmp_path))).run().is_failed()
-    assert f"{name} leads to no address of this host" in caplog.text
 
 
 def test_another_health_check_takes_the_place_of_ours(
