@@ -1,7 +1,7 @@
 """A rank that dies when it is told to, in a job whose aborts last until its next process is back.
 
-``warm_rank.py STEPS STATE FAULT ...``: each fault is a slot and the step after which it is killed, as
-``1:10``, in another iteration each. With the STATE ``kept`` it has a live state; else each begins anew.
+``warm_rank.py STEPS FAULT ...``: each fault is a slot and the step after which it is killed, as ``1:10``, in
+another iteration each.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -21,9 +20,9 @@ from ft_wrapper.abort import AbortTorchDistributed
 from ft_wrapper.protocol import Agreement
 from ft_wrapper.store import TCPStore
 
-STEPS, IS_KEPT = int(sys.argv[1]), sys.argv[2] == "kept"
+STEPS = int(sys.argv[1])
 SLOT = int(os.environ["RANK"])
-FAULTS = {int(slot): int(step) for slot, step in (fault.split(":") for fault in sys.argv[3:])}
+FAULTS = {int(slot): int(step) for slot, step in (fault.split(":") for fault in sys.argv[2:])}
 
 
 def say(*words: object) -> None:
@@ -53,34 +52,26 @@ def build() -> dict[str, object]:
     return {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
 
 
-def steps(live: LiveState | None) -> Iterator[int]:
-    return iter(range(STEPS)) if live is None else live.steps(STEPS)
-
-
 @Wrapper(rejoin=True, active_world_size=2, abort=AbortsUntilItIsBack())
 def train(call_wrapper: CallWrapper | None = None) -> None:
     assert call_wrapper is not None
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     say("in", call_wrapper.iteration, "slot", SLOT, "rank", rank, "of", dist.get_world_size())
-    live = LiveState(call_wrapper, build, seed=0) if IS_KEPT else None
-    for step in steps(live):
+    live = LiveState(call_wrapper, build, seed=0)
+    for step in live.steps(STEPS):
         call_wrapper.ping()
-        if live is None:
-            dist.all_reduce(torch.ones(8))
-        else:
-            loss = live["model"](torch.randn(4, 8)).square().mean()
-            live["optimizer"].zero_grad()
-            loss.backward()
-            for parameter in live["model"].parameters():
-                dist.all_reduce(parameter.grad)
-            live.commit()
+        loss = live["model"](torch.randn(4, 8)).square().mean()
+        live["optimizer"].zero_grad()
+        loss.backward()
+        for parameter in live["model"].parameters():
+            dist.all_reduce(parameter.grad)
+        live.commit()
         say("did", step, "slot", SLOT, "rank", rank)
         if FAULTS.get(SLOT) == step and call_wrapper.iteration == sorted(FAULTS.values()).index(step):
             os.kill(os.getpid(), signal.SIGKILL)
-    if live is not None:
-        weights = b"".join(one.detach().numpy().tobytes() for one in live["model"].parameters())
-        say("weights", hashlib.sha256(weights).hexdigest()[:16])
+    weights = b"".join(one.detach().numpy().tobytes() for one in live["model"].parameters())
+    say("weights", hashlib.sha256(weights).hexdigest()[:16])
 
 
 train()
