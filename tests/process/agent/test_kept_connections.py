@@ -17,7 +17,7 @@ from ft_wrapper.restart import resources
 from ft_wrapper.store import TCPStore, TCPStoreServer
 from ft_wrapper.store.bounded import take_or_make
 
-RANKS = 3
+RANKS = 2
 
 
 def tcp_sockets(pid: int | str) -> set[str]:

@@ -34,27 +34,16 @@ V2 = "low 0\noom 5\noom_kill 4\n"
 @pytest.mark.parametrize(
     ("groups", "files", "kills"),
     [
-        pytest.param("0::/a/b\n", {"a/b/memory.events": V2}, 4, id="version 2"),
-        pytest.param("0::/a/b\n", {"memory.events": V2}, 4, id="version 2, a container's own name"),
-        pytest.param("4:memory:/a/b\n3:cpu:/\n", {"memory/a/b/memory.oom_control": V1}, 3, id="version 1"),
-        pytest.param("4:memory:/a/b\n", {"memory/memory.oom_control": V1}, 3, id="version 1, a container"),
-        pytest.param(
-            "4:memory:/a\n",
-            {"memory/a/memory.oom_control": V1, "memory/memory.oom_control": V2},
-            3,
-            id="nearest",
-        ),
-        pytest.param(
-            "9:name=systemd:/\n4:memory:/a\n0::/\n", {"memory/a/memory.oom_control": V1}, 3, id="both"
-        ),
-        pytest.param(
-            "0::/a\n4:memory:/a\n", {"memory/a/memory.oom_control": V1}, 3, id="both, the other way"
-        ),
-        pytest.param("0::/a:b\n", {"a:b/memory.events": V2}, 4, id="colon"),
-        pytest.param("0::/../x\n", {"memory.events": V2}, 4, id="outside of the namespace"),
-        pytest.param("3:cpu:/a\n", {"memory/a/memory.oom_control": V1}, 0, id="none"),
-        pytest.param("?\n", {}, 0, id="nonsense"),
-        pytest.param(None, {}, 0, id="no /proc"),
+        ("0::/a:b\n", {"a:b/memory.events": V2}, 4),
+        ("0::/a/b\n", {"memory.events": V2}, 4),  # a container's own name
+        ("4:memory:/a/b\n3:cpu:/\n", {"memory/a/b/memory.oom_control": V1}, 3),
+        ("4:memory:/a\n", {"memory/a/memory.oom_control": V1, "memory/memory.oom_control": V2}, 3),
+        ("9:name=systemd:/\n4:memory:/a\n0::/\n", {"memory/a/memory.oom_control": V1}, 3),
+        ("0::/a\n4:memory:/a\n", {"memory/a/memory.oom_control": V1}, 3),
+        ("0::/../x\n", {"memory.events": V2}, 4),  # outside of the namespace
+        ("3:cpu:/a\n", {"memory/a/memory.oom_control": V1}, 0),
+        ("?\n", {}, 0),
+        (None, {}, 0),
     ],
 )
 def test_the_nearest_cgroup_that_counts(

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import select
+from collections.abc import Iterator
 
+import pytest
 from elastic_agents import Alone
 from torch.distributed import HashStore
 
@@ -147,9 +150,16 @@ def test_news_of_another_round_do_not_count() -> None:
     inbox.put(inbox.term, News(What.COME, "too late"))
 
 
-def test_exactly_those_are_declared_dead_that_held_the_slots() -> None:
-    server = TCPStoreServer()
-    store = TCPStore("127.0.0.1", server.port)
+@pytest.fixture
+def store() -> Iterator[TCPStore]:
+    with (
+        contextlib.closing(TCPStoreServer()) as server,
+        contextlib.closing(TCPStore("127.0.0.1", server.port)) as client,
+    ):
+        yield client
+
+
+def test_exactly_those_are_declared_dead_that_held_the_slots(store: TCPStore) -> None:
     old = [Agreement(store).joining.register(slot) for slot in (0, 1)]
     dead = holders(Agreement(store), range(3))
     assert dead == old, "no one has held slot 2"
@@ -159,13 +169,9 @@ def test_exactly_those_are_declared_dead_that_held_the_slots() -> None:
     assert not thread.is_alive()
     assert Agreement(store).ends.deaths_of(-1) == set(old)
     assert {fault.message for fault in Agreement(store).ends.faults_of(-1)} == {"its node was lost"}
-    store.close()
-    server.close()
 
 
-def test_the_loss_of_a_node_of_spares_ends_nothing() -> None:
-    server = TCPStoreServer()
-    store = TCPStore("127.0.0.1", server.port)
+def test_the_loss_of_a_node_of_spares_ends_nothing(store: TCPStore) -> None:
     active, spare, _ = members = [Agreement(store).joining.register(slot) for slot in range(3)]
     for member in members:
         Agreement(store).joining.join_first(member, range(3))
@@ -183,8 +189,6 @@ def test_the_loss_of_a_node_of_spares_ends_nothing() -> None:
     assert lose(spare) is None
     assert Agreement(store).ends.deaths_of(view.n) == {spare}
     assert lose(active) == FAULT
-    store.close()
-    server.close()
 
 
 def test_formation_size_stays_when_the_job_grows() -> None:
