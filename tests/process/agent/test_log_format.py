@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ from ft_wrapper.agent.process import Job
 from ft_wrapper.log_lines import FORMAT_ENV, choose_format
 from ft_wrapper.run import main, parse_args
 from ft_wrapper.store import EtcdStore
+from ft_wrapper.store.etcd_client import EtcdClient
+from ft_wrapper.store.etcd_messages import Range
 from ft_wrapper.store.plan import announced_plan, plan_store
 from ft_wrapper.testing import EtcdServer
 
@@ -120,6 +123,8 @@ def test_no_line_of_a_job_has_the_password_of_its_etcd(
     with FtRun(tmp_path / "job", *options, script) as job:
         assert job.end() == 0, job.said
     assert "restart 1: rank 1 (slot 1 on " in job.said and guarded.endpoints in job.said
+    with contextlib.closing(EtcdClient(guarded.endpoints, user="root", password=PASSWORD)) as client:
+        assert client.read(Range.prefix(b"ft_wrapper")) == (), "the job has left something"
     main(["status", f"etcd://{guarded.endpoints}/ft_wrapper/job"])
     files = {path: path.read_text(errors="replace") for path in tmp_path.rglob("*") if path.is_file()}
     said = [*files.values(), *capfd.readouterr()]

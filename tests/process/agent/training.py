@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from agent_job import FtRun, await_that
 from test_nodes import CONF, Cluster
 from training_rank import ACTIVE, expected, newest
+
+from ft_wrapper.store.address import EtcdAddress
 
 RANK = Path(__file__).with_name("training_rank.py")
 
@@ -24,6 +27,8 @@ class Training(Cluster):
         settings: of the wrapper.
     """
 
+    reconnects = "20"
+
     def __init__(
         self, folder: Path, endpoints: str, conf: str = "", *, nnodes: str = "2:3", **settings: Any
     ) -> None:
@@ -37,7 +42,9 @@ class Training(Cluster):
 
     @property
     def address(self) -> str:
-        return f"etcd://{self._endpoint}/ft_wrapper/job"
+        files = {"ca": "CACERT", "cert": "CERT", "key": "KEY"}
+        tls = {name: os.environ.get(f"ETCDCTL_{variable}") for name, variable in files.items()}
+        return str(EtcdAddress(self._endpoint, "ft_wrapper/job", **tls))
 
     def trained(self) -> tuple[int, int]:
         """The latest iteration, and how many steps were made by then."""

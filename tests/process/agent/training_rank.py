@@ -99,7 +99,7 @@ def train(folder: Path, call_wrapper: CallWrapper) -> None:
         if rank == 0:
             with call_wrapper.atomic():
                 keep(own, step, weights)
-        time.sleep(0.005)  # the processors are the other ranks', too
+        time.sleep(0.02)  # the processors are the other ranks', too
 
 
 def main() -> None:
