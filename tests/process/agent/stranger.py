@@ -88,39 +88,9 @@ class Stranger:
         for _ in range(4):
             dist.all_gather_object(said, self.evil)
 
-    def replayed_meeting(self) -> None:
-        """Copies where the ranks meet into the next iteration's key."""
-        for key in (keys.meeting, keys.wake_meeting):
-            self.store.set(key(self.n + 1), self.read(key(self.n)))
-        self.ask_for_restart()
-
     def ask_for_restart(self) -> None:
         """Ends the iteration, as ``ftrun restart`` does."""
         self.store.compare_set(keys.end(self.n), "", "fault")
-        self.store.set(keys.wake_end(self.n), "1")
-
-    def own_head(self) -> None:
-        """Decides the next iteration, in which it is alone."""
-        n = self.n + 1
-        decision = {"call": 0, "n": n, "first": 0, "removed": ["0:0", "1:0"], "ranks": [0, 1]}
-        decision |= {
-            "joined": ["7:0"],
-            "joined_ranks": [0],
-            "inserted": [],
-            "world_size": 1,
-            "min_world_size": 1,
-        }
-        self.store.set(keys.decision(n, "abc"), json.dumps(decision))
-        self.store.set(keys.roster(n, "abc"), "[[7, 7, 0]]")
-        self.store.set(keys.HEAD, f"0:{n}:abc")
-        self.store.set(keys.wake_head(n), f"0:{n}:abc")
-        self.ask_for_restart()
-
-    def bytes_for_texts(self) -> None:
-        """Writes what is no text to the registers of this iteration and of the next one."""
-        for n in (self.n, self.n + 1):
-            for key in (keys.end(n), keys.meeting(n + 1), keys.seat(n + 1, 0), keys.restarted(n + 1)):
-                self.store.set(key, b"\xff\xfe")
         self.store.set(keys.wake_end(self.n), "1")
 
     def stop(self) -> None:

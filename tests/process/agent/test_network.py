@@ -5,20 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
-from agent_job import TIMEOUT, FtRun, all_gone, await_that
-from support.etcd_hosts import EtcdHost, EtcdOnHosts
+from agent_job import TIMEOUT, FtRun, await_that
 from support.warm_ftrun import NAMESPACE
 from test_nodes import WRAPPED, Cluster, pids_of
-from training import Training
-
-from ft_wrapper.testing import EtcdServer
 
 PORT = 29400  # in a namespace of its own, so no one else has it
 _FILES = Path("/etc/netns")  # `ip netns exec` puts what is in a namespace's folder there over /etc
@@ -133,15 +128,11 @@ class Hosts(Cluster):
     def start_on(self, host: int) -> FtRun:
         """Starts the node of a host."""
         self._endpoint = f"{self.network.name(0)}:{PORT}"
-        conf = f"{self._conf},is_host={str(host == 0).lower()}"
-        return self.start_with(host, "--rdzv-endpoint", self._endpoint, "--rdzv-conf", conf)
-
-    def start_with(self, host: int, *rendezvous: str) -> FtRun:
-        """Starts the node of a host, with these options of the rendezvous."""
         node = FtRun(
             self.folder / f"node{host}",
             *self._options,
-            *rendezvous,
+            *("--rdzv-endpoint", self._endpoint),
+            *("--rdzv-conf", f"{self._conf},is_host={str(host == 0).lower()}"),
             *("--local-addr", self.network.name(host), "--node-id", str(host)),
             str(self.script),
             str(self.shared),
@@ -173,64 +164,3 @@ def test_a_node_that_was_cut_off_harms_nobody_and_comes_back(tmp_path: Path, net
     said = "\n".join(node.said for node in nodes)
     assert [len(*pids_of(node).values()) for node in nodes] == [1, 1, 2], said
     assert "this node (2 (host2)) was taken out of the rendezvous" in nodes[2].said
-
-
-# With etcd on the same hosts ----------------------------------------------------------------------------
-
-
-class EtcdHosts(Training):
-    """A job that trains on the hosts of the network; each has a member of etcd, too."""
-
-    network: Network
-
-    def start_on(self, host: int) -> FtRun:
-        """Starts the node of a host."""
-        there = ("--local-addr", self.network.name(host))
-        return self.start(str(host), *there, before=self.network.command(host))
-
-
-@pytest.fixture
-def members(network: Network) -> Iterator[EtcdServer]:
-    """A member of etcd on each host."""
-    hosts = [EtcdHost(network.address(host), network.command(host)) for host in range(3)]
-    with EtcdOnHosts(hosts) as server:
-        yield server
-
-
-@pytest.fixture
-def training(
-    tmp_path: Path, network: Network, members: EtcdServer, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[EtcdHosts]:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")  # this machine's name leads out of the network
-    with EtcdHosts(tmp_path, members.endpoints) as cluster:
-        cluster.network = network
-        yield cluster
-
-
-@pytest.mark.nightly("the same on a TCPStore runs always")
-def test_a_machine_that_is_cut_off_has_no_part_in_the_training_until_it_is_back(
-    training: EtcdHosts, network: Network
-) -> None:
-    """With its member of etcd, its agent and the first ranks."""
-    nodes = [training.start_on(host) for host in range(3)]
-    before = training.await_active([0, 1, 2, 3], *nodes)
-    await_that(lambda: all("a job has formed" in node.said for node in nodes), *nodes)
-    network.cut(0)
-    without = training.await_active([2, 3, 4, 5], *nodes)
-    assert training.go_on(*nodes) == without == before + 1
-    network.join(0)
-    again = training.await_active([0, 1, 2, 3], *nodes)
-    assert "this node (0 (host0)) was taken out of the rendezvous" in nodes[0].said
-
-    # And for good. It can ask no one, and can be ended all the same.
-    network.cut(0)
-    without = training.await_active([2, 3, 4, 5], *nodes)
-    assert training.go_on(*nodes) == without == again + 1
-    family = nodes[0].family()
-    nodes[0].process.send_signal(signal.SIGTERM)
-    assert nodes[0].end() == 128 + signal.SIGTERM, nodes[0].said
-    assert all_gone(family, TIMEOUT) == []
-    training.finish(*nodes[1:])
-    # Its ranks never came back as what they had been: others were started in their place.
-    assert [[len(pids) for pids in pids_of(node).values()] for node in nodes] == [[2, 2], [1, 1], [1, 1]]
-    assert "leaving: not done" not in nodes[0].said
