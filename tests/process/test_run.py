@@ -25,11 +25,9 @@ import psutil
 import pytest
 import torch
 from support.ends import ENDS
-from support.nightly import at_night
 from support.warm_ftrun import run_python, start_python
 
-from ft_wrapper import events
-from ft_wrapper.agent.outputs import describe_exit, report
+from ft_wrapper.agent import process as agent_process
 from ft_wrapper.agent.rounds import Failure, in_order
 from ft_wrapper.run import main
 from ft_wrapper.store import TCPStore
@@ -241,46 +239,11 @@ def test_environment(
     assert sum("OMP_NUM_THREADS" in message for message in caplog.messages) == 1
 
 
-@pytest.mark.parametrize(("nproc", "preset", "found"), [("1", None, "None"), ("2", "5", "5")])
-def test_threads_are_left_alone(
-    script: Callable[[str], str],
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    nproc: str,
-    preset: str | None,
-    found: str,
-) -> None:
+def test_threads_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if preset is not None:
-        monkeypatch.setenv("OMP_NUM_THREADS", preset)
-    say = script("import os; print('threads', os.environ.get('OMP_NUM_THREADS'))")
-    assert main(["--nproc-per-node", nproc, say]) == 0
-    assert capfd.readouterr().out.count(f"threads {found}\n") == int(nproc)
-
-
-def test_plain_process_group(script: Callable[[str], str]) -> None:
-    reduce = script("""
-        import torch
-        torch.distributed.init_process_group("gloo")
-        total = torch.ones(1)
-        torch.distributed.all_reduce(total)
-        print(f"rank {torch.distributed.get_rank()} total {total.item()}\\n", end="")
-        torch.distributed.destroy_process_group()
-    """)
-    said = run_with_standby("--nproc-per-node", "2", reduce).stdout
-    assert "rank 0 total 2.0" in said
-    assert "rank 1 total 2.0" in said
-
-
-def test_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FT_WRAPPER_EVENTS", str(tmp_path / "events"))
-    assert main(["--no-python", "sh", "-c", "exit 3"]) == 1
-    records = events.load(str(tmp_path / "events"))
-    names = ["agent_started", "round_started", "rank_started", "rank_ended", "agent_ended"]
-    assert [record["event"] for record in records] == names
-    assert records[0]["started"] <= records[0]["monotonic"]
-    assert records[3]["exitcode"] == 3
-    assert records[2]["child"] == records[3]["child"]
+    assert "OMP_NUM_THREADS" not in agent_process.Job(1, "default", "id", 0).shared_environment()
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert "OMP_NUM_THREADS" not in agent_process.Job(2, "default", "id", 0).shared_environment()
 
 
 # How it ends ---------------------------------------------------------------------------------------------
@@ -338,16 +301,6 @@ def test_ranks_meet_at_the_port_that_is_given(script: Callable[[str], str], tmp_
     assert ended.returncode == 0, ended.stderr
 
 
-def test_a_port_that_another_program_has(
-    script: Callable[[str], str], capfd: pytest.CaptureFixture[str]
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        assert main(["--master-port", str(port), script("raise AssertionError")]) == 2
-    said = capfd.readouterr().err
-    assert f"--master-port {port} cannot be used on this host" in said and "leave it out" in said
-
-
 RECORDED = """
     import os, time
     from torch.distributed.elastic.multiprocessing.errors import record
@@ -387,37 +340,27 @@ def test_its_own_error_file_when_it_cannot_start(
     assert "TORCHELASTIC_HEALTH_CHECK_PORT=http" in json.loads(file.read_text())["message"]["message"]
 
 
-def test_half_an_error_file(
-    script: Callable[[str], str],
+@pytest.mark.parametrize(
+    ("text", "end", "code", "words"),
+    [
+        ('{"message": {"mess', "kill -SEGV $$", 75, "killed by SIGSEGV"),
+        ('{"message": "out of luck", "timestamp": 1}', "exit 1", 1, "out of luck"),
+    ],
+)
+def test_an_error_file_that_is_broken_or_another_handlers(
+    text: str,
+    end: str,
+    code: int,
+    words: str,
     caplog: pytest.LogCaptureFixture,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "own.json"))
-    fail = script("""
-        import os, signal
-        with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
-            file.write('{"message": {"mess')
-        os.kill(os.getpid(), signal.SIGSEGV)
-    """)
-    assert main([fail]) == 75
-    said = caplog.text
-    assert "killed by SIGSEGV" in said
-    assert "Traceback" not in said
-    assert not (tmp_path / "own.json").exists()
-
-
-def test_an_error_file_of_another_handler(
-    script: Callable[[str], str], caplog: pytest.LogCaptureFixture
-) -> None:
-    fail = script("""
-        import os, sys
-        with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
-            file.write('{"message": "out of luck", "timestamp": 1}')
-        sys.exit(1)
-    """)
-    assert main([fail]) == 1
-    assert "out of luck" in caplog.text
+    program = f"echo -n '{text}' > $TORCHELASTIC_ERROR_FILE; {end}"
+    assert main(["--no-python", "sh", "-c", program]) == code
+    assert words in caplog.text and "Traceback" not in caplog.text
+    assert (tmp_path / "own.json").exists() == (code == 1)
 
 
 WITHOUT_TORCH = """
@@ -483,21 +426,6 @@ def test_order_of_failures() -> None:
     assert [f.rank for f in in_order([failure(3, 10.9), failure(1, 10.0), failure(2, 9.5)])] == [2, 3, 1]
 
 
-def test_report() -> None:
-    lines = report(
-        [
-            Failure(3, 17, -11, 0.0, "", "", how=describe_exit(-11)),
-            Failure(0, 4711, 2, 0.0, "OSError: x", "/logs/0/stderr.log", how=describe_exit(2)),
-        ],
-        4,
-    ).splitlines()
-    assert lines[0] == "2 of 4 ranks failed, the first one first:"
-    assert lines[1].split() == ["rank", "pid", "when", "how", "error", "file"]
-    assert "killed by SIGSEGV" in lines[2]
-    assert lines[3].endswith("exit code 2        OSError: x  /logs/0/stderr.log")
-    assert len(lines) == 4
-
-
 # Signals -------------------------------------------------------------------------------------------------
 
 
@@ -522,28 +450,19 @@ def test_a_signal_ends_all(launch: Launch) -> None:
     assert "1 of 4 ranks failed" in said
 
 
-@pytest.mark.parametrize("name", ["SIGUSR1", *at_night("SIGTERM runs always", ["SIGINT", "SIGQUIT"])])
-def test_other_signals_reach_all_ranks(launch: Launch, name: str) -> None:
-    job = launch(2, *(("--signals-to-handle", "SIGUSR1,SIGTERM") if name == "SIGUSR1" else ()))
-    for rank in job.ranks.values():
-        assert rank.ask(f"handle {name}") == "done"
-    job.process.send_signal(signal.Signals[name])
-    for rank in job.ranks.values():
-        assert rank.lines.readline() == f"got {name}\n"
+def test_a_signal_that_is_asked_for_ends_all(launch: Launch) -> None:
+    """SIGUSR1 is a notice otherwise."""
+    job = launch(2, "--signals-to-handle", "SIGUSR1,SIGTERM")
+    assert [rank.ask("handle SIGUSR1") for rank in job.ranks.values()] == ["done"] * 2
+    job.process.send_signal(signal.SIGUSR1)
+    assert [rank.lines.readline() for rank in job.ranks.values()] == ["got SIGUSR1\n"] * 2
     code, said = job.end()
-    assert code == 128 + signal.Signals[name]
+    assert code == 128 + signal.SIGUSR1
     assert "ranks failed" not in said
 
 
 @pytest.mark.parametrize(
-    ("name", "policy", "standby"),
-    [
-        *(("SIGUSR1", "rank", True), ("SIGUSR2", "group", False)),
-        *at_night(
-            "each signal, policy and template runs always",
-            [("SIGUSR2", "rank", True), ("SIGUSR1", "group", False), ("SIGUSR1", "rank", False)],
-        ),
-    ],
+    ("name", "policy", "standby"), [("SIGUSR1", "rank", True), ("SIGUSR2", "group", False)]
 )
 def test_notices_reach_who_handles_them_and_end_nothing(
     launch: Launch, monkeypatch: pytest.MonkeyPatch, name: str, policy: str, standby: bool
@@ -570,24 +489,20 @@ def test_notices_reach_who_handles_them_and_end_nothing(
     assert "standby process" not in said
 
 
-@pytest.mark.parametrize("traps", [False, True])
-def test_a_notice_does_not_end_another_program(tmp_path: Path, traps: bool) -> None:
-    trap = f"trap 'touch {tmp_path}/noted; exit 0' USR1; " if traps else ""
-    body = f"{trap} echo there >&2; until [ -e {tmp_path}/end ]; do sleep 0.05; done"
+def test_a_notice_does_not_end_another_program(tmp_path: Path) -> None:
+    body = f"echo there >&2; until [ -e {tmp_path}/end ]; do sleep 0.05; done"
     words = ["-m", "ft_wrapper.run", "--no-python", "sh", "-c", body]
     with start_python(words, stdout=subprocess.DEVNULL) as process:
         try:
             assert process.stderr is not None
             assert any("there" in line for line in process.stderr)
             process.send_signal(signal.SIGUSR1)
-            if not traps:
-                assert any("SIGUSR1: handed to no rank" in line for line in process.stderr)
-                (tmp_path / "end").touch()
+            assert any("SIGUSR1: handed to no rank" in line for line in process.stderr)
+            (tmp_path / "end").touch()
             process.communicate(timeout=TIMEOUT)
         finally:
             process.kill()
     assert process.returncode == 0
-    assert (tmp_path / "noted").exists() == traps
 
 
 def test_notices_end_nothing_before_the_nodes_meet_and_when_all_is_over() -> None:
@@ -663,13 +578,6 @@ def test_tee(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert sorted(err.splitlines()) == ["[worker0]:err 0", "[worker2]:err 2"]
 
 
-def test_logs_of_a_failed_rank_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    fail = ["--no-python", "sh", "-c", "echo deep trouble >&2; exit 1"]
-    assert main(["-r", "3", "--log-dir", str(tmp_path), *fail]) == 1
-    (log,) = tmp_path.rglob("stderr.log")
-    assert str(log) in caplog.text
-
-
 def test_temporary_log_directory(temporary_directory: Path) -> None:
     assert main(["--no-python", "true"]) == 0
     assert main(["--no-python", "false"]) == 1
@@ -706,26 +614,13 @@ def test_what_cannot_be_executed(tmp_path: Path, capfd: pytest.CaptureFixture[st
     assert "cannot start" in capfd.readouterr().err
 
 
-def test_log_directory_that_cannot_be_made(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").touch()
-    assert main(["--log-dir", str(tmp_path / "file" / "logs"), "--no-python", "true"]) == 2
-    assert str(tmp_path / "file" / "logs") in capfd.readouterr().err
-
-
 def test_result_files_that_cannot_be_written(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "link").symlink_to(tmp_path / "other")
     pipe, link = tmp_path / "pipe", tmp_path / "link"
-    for wrong in (
-        tmp_path,
-        tmp_path / "nowhere" / "result",
-        pipe,
-        link,
-        Path("/dev/null"),
-        Path("/dev/stderr"),
-    ):
+    os.mkfifo(pipe)
+    link.symlink_to(tmp_path / "other")
+    for wrong in (tmp_path, tmp_path / "nowhere" / "result", pipe, link, Path("/dev/null")):
         with pytest.raises(SystemExit, match="2"):
             main(["--result-file", str(wrong), "--no-python", "true"])
         said = capfd.readouterr().err
