@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from rank_harness import SETTINGS, TIMEOUT, Job, Rank, with_limits
 
-from ft_wrapper import CallWrapper, Limits, Wrapper
+from ft_wrapper import CallWrapper, Wrapper
 from ft_wrapper.protocol.operations import read
 from ft_wrapper.restart import call
 from ft_wrapper.testing import FakeStore
@@ -57,10 +57,11 @@ def at_once(rank: Rank, after: float = 0.0) -> None:
     _warm_up._train = lambda: rank.say("warm")
 
 
-def waits_for_its_turn(rank: Rank, does: str) -> Any:
-    """Two ranks train, the others wait; slot 0 says when the call ends."""
-    at_once(rank, 1000.0 if does == "soon" else 0.0)
-    warm_up = False if does == "off" else WarmUp(rank, does)
+def waits_for_its_turn(rank: Rank, does: dict[str, str], outside: list[int]) -> Any:
+    """Two ranks train, the others wait, and do something then; slot 0 says when it ends."""
+    own = does.get(str(rank.slot), "nothing")
+    at_once(rank, 1000.0 if own == "soon" else 0.0)
+    warm_up = False if own == "off" else WarmUp(rank, own)
 
     @Wrapper(**with_limits(**SETTINGS, **TWO_ACTIVE, warm_up=warm_up))
     def train(call_wrapper: CallWrapper) -> int:
@@ -69,7 +70,13 @@ def waits_for_its_turn(rank: Rank, does: str) -> Any:
             rank.await_word()
         return call_wrapper.iteration
 
-    return train()
+    if rank.slot not in outside:
+        return train()
+    values: list[Any] = []
+    thread = threading.Thread(target=lambda: values.append(train()))
+    thread.start()
+    thread.join()
+    return values[0]
 
 
 # ---- who warms up, and when
@@ -99,44 +106,41 @@ def test_each_function_runs_once_in_a_process_over_calls(job: Job) -> None:
         assert job.wait() == [[0, 0], [0, 0], [1, 1]]
 
 
-# ---- cut short
+# ---- cut short, and failing
 
 
-@pytest.mark.parametrize("does", ["waits once", "fails when interrupted"])
-def test_a_spare_that_is_needed_leaves_its_warm_up(job: Job, does: str) -> None:
-    job.start(4, waits_for_its_turn, does)
+def test_spares_that_are_needed_leave_their_warm_up_and_so_they_do_at_the_end_of_the_call(job: Job) -> None:
+    does = {
+        2: "fails when interrupted",
+        3: "waits once",
+        4: "raises",
+        5: "leaves",
+        6: "waits",
+        7: "trains",
+        8: "off",
+        9: "soon",
+    }
+    job.start(10, waits_for_its_turn, does, [7])
     job.expect("in", 0, 1, n=0)
-    job.expect("warms", 2, 3, runs=1)
-    job.send_signal(1, signal.SIGKILL)
+    job.expect("warms", 2, 3, 4, 6, 7, runs=1)
+    job.expect("warm", 4)
+    job.wait_for_end(5, leftovers=False)  # its monitor thread stays until the others end the iteration
+    assert job[5].code == 5 and not job[0].said("in")[1:], "a spare that leaves ends nothing"
+    job.kill(1)
     job.expect("in", 0, 2, n=1)
     job.expect("warm", 3)  # which waits again, and begins again
+    job.kill(2)
+    job.expect("in", 0, 3, n=2)
+    job.kill(3)
+    job.expect("in", 0, 4, n=3)
     job.tell("finish", 0)
-    assert job.wait(killed=(1,)) == [1, 1, None]
-    assert len(job[2].said("warms")) == 1 and not job[2].said("warm")
-    assert "warm_up failed" not in job[2].log + job[3].log
-
-
-def test_the_end_of_the_call_is_not_waited_for(job: Job) -> None:
-    job.start(3, waits_for_its_turn, "waits")
-    job.expect("warms", 2)
-    job.tell("finish", 0)
-    assert job.wait() == [0, 0, None]
-    assert "leaves the job" not in job[2].log
-
-
-def test_the_end_of_the_call_frees_a_spare_whose_function_is_outside_the_main_thread(job: Job) -> None:
-    job.start(3, in_a_thread)
-    job.expect("warms", 2)
-    job.tell("finish", 0)
-    assert job.wait() == [0, 0, None]
-
-
-def in_a_thread(rank: Rank) -> Any:
-    values: list[Any] = []
-    thread = threading.Thread(target=lambda: values.append(waits_for_its_turn(rank, "trains")))
-    thread.start()
-    thread.join()
-    return values[0]
+    job.forget(5)
+    assert job.wait(killed=(1, 2, 3)) == [3, 3, *[None] * 4]
+    assert [len(job[slot].said("warms")) for slot in (0, 1, 2, 3, 4, 8, 9)] == [0, 0, 1, 2, 1, 0, 0]
+    assert [len(job[slot].said("warm")) for slot in (2, 3, 4, 8, 9)] == [0, 1, 1, 0, 0]
+    assert job[4].log.count("warm_up failed") == job[4].log.count("KeyError: 'told to'") == 1
+    for slot in (2, 3, 6, 7):
+        assert "warm_up failed" not in job[slot].log and "leaves the job" not in job[slot].log
 
 
 def imports_for_long(rank: Rank) -> Any:
@@ -161,52 +165,19 @@ def imports_for_long(rank: Rank) -> Any:
     return train()
 
 
-def test_no_one_waits_for_a_spare_that_imports(job: Job) -> None:
+def test_no_one_waits_for_a_spare_that_imports_until_it_is_needed(job: Job) -> None:
     job.start(3, imports_for_long)
     job.expect("imports", 2)
     job.tell("fail", 1)
     job.expect("in", 0, 1, n=1)
+    job.kill(1)
+    job.expect("in", 0, n=2)
+    assert not job[2].said("in"), "it ends its imports before the function"
     job.tell("go on", 2)
-    job.expect("warm", 2)
-    job.tell("finish", 0, 1)
-    assert job.wait() == [1, 1, None]
-    assert len(job[2].said("imports")) == 1
-
-
-def test_a_spare_that_is_needed_ends_its_imports_before_the_function(job: Job) -> None:
-    job.start(3, imports_for_long)
-    job.expect("imports", 2)
-    job.send_signal(1, signal.SIGKILL)
-    job.expect("in", 0, n=1)
-    assert not job[2].said("in")
-    job.tell("go on", 2)
-    job.expect("in", 2, n=1)
+    job.expect("in", 2, n=2)
     job.tell("finish", 0, 2)
-    assert job.wait(killed=(1,)) == [1, 1]
-
-
-# ---- failing
-
-
-def test_a_spare_warms_up_once_and_takes_over_though_that_raised(job: Job) -> None:
-    job.start(4, waits_for_its_turn, "raises")
-    job.expect("warm", 2, 3)
-    job.expect("in", 0, 1, n=0)
-    job.send_signal(1, signal.SIGKILL)
-    job.expect("in", 0, 2, n=1)
-    job.tell("finish", 0)
-    assert job.wait(killed=(1,)) == [1, 1, None]
-    for slot in (2, 3):
-        assert job[slot].log.count("warm_up failed") == job[slot].log.count("KeyError: 'told to'") == 1
-    assert [len(job[slot].said("warms")) for slot in range(4)] == [0, 0, 1, 1]
-
-
-def test_a_spare_that_leaves_in_it_ends_nothing(job: Job) -> None:
-    job.start(3, waits_for_its_turn, "leaves")
-    job.wait_for_end(2, leftovers=False)  # its monitor thread stays until the others end the iteration
-    job.tell("finish", 0)
-    job.wait_for_end(0, 1)
-    assert (job[0].value, job[1].value, job[2].code) == (0, 0, 5)
+    assert job.wait(killed=(1,)) == [2, 2]
+    assert len(job[2].said("imports")) == 1
 
 
 def hangs(rank: Rank) -> Any:
@@ -240,17 +211,6 @@ def test_a_spare_that_hangs_in_it_is_ended_and_ends_no_iteration(job: Job) -> No
 
 
 # ---- what it does
-
-
-@pytest.mark.parametrize("why", ["off", "soon"])
-def test_nothing_is_warmed_if_that_is_said_nor_soon(job: Job, why: str) -> None:
-    job.start(4, waits_for_its_turn, why)
-    job.expect("in", 0, 1, n=0)
-    job.send_signal(1, signal.SIGKILL)
-    job.expect("in", 0, 2, n=1)
-    job.tell("finish", 0)
-    assert job.wait(killed=(1,)) == [1, 1, None]
-    assert not any(job[slot].said("warms") + job[slot].said("warm") for slot in (2, 3))
 
 
 def looks_at_itself(rank: Rank) -> Any:
@@ -422,34 +382,3 @@ def test_a_context_that_cannot_be_made_is_logged(
     cuda.make()
     [record] = caplog.records
     assert record.message == "making the device's context early failed: CUDA error: out of memory"
-
-
-def compiles_in_its_warm_up(rank: Rank) -> Any:
-    def compiled(x: torch.Tensor) -> torch.Tensor:
-        return 2 * x + dist.is_initialized()
-
-    double = torch.compile(compiled, backend="eager")
-    at_once(rank)
-
-    def warm_up() -> None:
-        assert double(torch.ones(())).item() == 2.0
-
-    @Wrapper(**SETTINGS, **TWO_ACTIVE, limits=Limits(warm_up=warm_up))
-    def train(call_wrapper: CallWrapper) -> float:
-        rank.say("in", n=call_wrapper.iteration)
-        if call_wrapper.iteration == 0:
-            rank.hang()
-        dist.init_process_group("gloo")
-        return double(torch.ones(())).item()
-
-    return train()
-
-
-@pytest.mark.nightly("what is compiled is dropped in tests/process/torch_state always")
-def test_what_it_compiles_without_a_rank_is_not_believed(job: Job) -> None:
-    """`is_initialized()` is a constant in compiled code."""
-    job.start(3, compiles_in_its_warm_up)
-    job.expect("warm", 2)
-    job.expect("in", 0, 1, n=0)
-    job.send_signal(1, signal.SIGKILL)
-    assert job.wait(killed=(1,)) == [3.0, 3.0]
