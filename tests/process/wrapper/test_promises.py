@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
-import queue
 import signal
-import subprocess
-import threading
-import time
-from collections.abc import Callable
 from typing import Any, Optional
 
-import pytest
 import torch
 import torch.distributed as dist
 from rank_harness import SETTINGS, Job, Rank, with_limits
@@ -29,103 +23,56 @@ from ft_wrapper.torch_groups import warm_up
 # ---- 1: an Exception restarts all ranks, a BaseException ends its rank and restarts the others
 
 
-def fails_in_turn(rank: Rank, rounds: int) -> Any:
-    @Wrapper(**SETTINGS)
-    def train(call_wrapper: CallWrapper) -> list[int]:
-        n, place, world = call_wrapper.iteration, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        rank.say("in", n=n, rank=place, world=world)
-        if n < rounds:
-            if place == n % world:
-                raise ValueError(f"round {n}")
-            rank.hang()
-        return [n, place, world]
-
-    return train()
-
-
-def test_an_exception_on_any_rank_restarts_all(job: Job) -> None:
-    job.start(3, fails_in_turn, 4)
-    assert job.wait() == [[4, slot, 3] for slot in range(3)]
-    for slot in range(3):
-        entered = [message["n"] for message in job[slot].said("in")]
-        own = {n for n in range(4) if n % 3 == slot}  # one that is slow may be interrupted before it is in
-        assert entered == sorted({*entered, *own, 4})
-
-
 class OwnBaseException(BaseException):
     """A user's own."""
 
 
-def leaves(rank: Rank, leaver: int) -> Any:
+#: Iterations after the first four, and who leaves in them by what; None: the test sends SIGINT.
+LEAVERS: list[tuple[int, BaseException | None]] = [(3, OwnBaseException()), (0, SystemExit(3)), (1, None)]
+
+
+def fails_in_turn(rank: Rank) -> Any:
+    """In four iterations one rank after the other fails, then they leave until one is left.
+
+    Those that are interrupted in an odd iteration swallow that: not what the exception is for.
+    """
+
     @Wrapper(**SETTINGS)
     def train(call_wrapper: CallWrapper) -> list[Any]:
-        if call_wrapper.iteration == 0:
-            if rank.slot == leaver:
-                raise SystemExit(3) if leaver == 0 else OwnBaseException
-            rank.hang()
+        n, place, world = call_wrapper.iteration, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         kinds = [[record.rank, record.interruption.name] for record in call_wrapper.faults]
-        return [call_wrapper.iteration, os.environ["RANK"], os.environ["WORLD_SIZE"], kinds]
+        rank.say("in", n=n, place=[place, world], faults=kinds)
+        if n < 4 and place == n:
+            raise ValueError(f"round {n}")
+        if 4 <= n < 7 and LEAVERS[n - 4][0] == rank.slot and (error := LEAVERS[n - 4][1]):
+            raise error
+        if n == 7:
+            return [n, place, world]
+        try:
+            return rank.hang()
+        except RankShouldRestart:
+            if n % 2 == 0:
+                raise
+        return []
 
     return train()
 
 
-@pytest.mark.parametrize(("leaver", "error", "code"), [(0, "SystemExit", 3), (1, "OwnBaseException", 1)])
-def test_a_base_exception_ends_that_rank_and_restarts_the_others(
-    job: Job, leaver: int, error: str, code: int
-) -> None:
-    job.start(3, leaves, leaver)
+def test_an_exception_restarts_all_ranks_and_a_base_exception_ends_its_rank(job: Job) -> None:
+    job.start(4, fails_in_turn)
+    job.expect("in", 1, 2, n=6)
+    job.send_signal(1, signal.SIGINT)
     job.wait_for_end()
-    assert (job[leaver].error, job[leaver].code) == (error, code)
-    others = [slot for slot in range(3) if slot != leaver]
-    faults = [[leaver, "BASE_EXCEPTION"]]
-    assert [job[slot].value for slot in others] == [[1, "0", "2", faults], [1, "1", "2", faults]]
-
-
-def is_interrupted_from_outside(rank: Rank) -> Any:
-    @Wrapper(**SETTINGS)
-    def train(call_wrapper: CallWrapper) -> int:
-        if call_wrapper.iteration == 0:
-            rank.say("in")
-            rank.hang()
-        return call_wrapper.iteration
-
-    return train()
-
-
-def test_ctrl_c_ends_that_rank(job: Job) -> None:
-    job.start(2, is_interrupted_from_outside)
-    job.expect("in")
-    job.send_signal(0, signal.SIGINT)
-    job.wait_for_end()
-    assert job[0].error == "KeyboardInterrupt"
-    assert job[1].value == 1
-
-
-def swallows(rank: Rank) -> Any:
-    @Wrapper(**SETTINGS)
-    def train(call_wrapper: CallWrapper) -> int:
-        if call_wrapper.iteration == 0:
-            if rank.slot == 1:
-                assert rank.hear() == "go"
-                raise ValueError
-            try:
-                rank.say("in")
-                rank.hang()
-            except RankShouldRestart:
-                return -1  # not what the exception is for
-            finally:
-                rank.say("out")
-        return call_wrapper.iteration
-
-    return train()
-
-
-def test_a_function_that_swallows_the_interruption_restarts_all_the_same(job: Job) -> None:
-    job.start(2, swallows)
-    job.expect("in", 0)
-    job.tell("go", 1)
-    assert job.wait() == [1, 1]
-    assert job[0].said("out")
+    assert job[2].value == [7, 0, 1]
+    ends = [(job[slot].error, job[slot].code) for slot in (3, 0, 1)]
+    assert ends == [("OwnBaseException", 1), ("SystemExit", 3), ("KeyboardInterrupt", 1)]
+    entered = {said["n"]: said for said in job[2].said("in")}
+    assert entered[2]["place"] == [2, 4]  # of the others it may hear before it is in
+    assert entered[6]["place"] == [1, 2] and entered[6]["faults"] == [[0, "BASE_EXCEPTION"]]
+    assert entered[7]["faults"] == [[0, "BASE_EXCEPTION"]]
+    for slot in range(4):
+        own = {slot, *(n for n, (leaver, _) in enumerate(LEAVERS, 4) if leaver == slot)}
+        assert own <= {said["n"] for said in job[slot].said("in")}
 
 
 # ---- 2: plain init_process_group in every iteration, no key of an earlier one is seen
@@ -195,13 +142,14 @@ def reads_the_variables(rank: Rank) -> Any:
     train(config, 1, 2, name="x")
     assert {name: os.environ.get(name) for name in names} == before
     assert given == [(id(config), (1, 2), {"name": "x"})] * 3
-    return [ports, asked[0]]
+    return [ports, asked[0], bare(1), with_brackets(2)]
 
 
 def test_the_arguments_stay_and_the_variables_lead_to_a_store_of_the_iteration(job: Job) -> None:
     """Rank 0's address is the one on its way to the launcher's MASTER_ADDR, whatever keeps the store."""
     job.start(1, reads_the_variables)
-    [[ports, asked]] = job.wait()
+    [[ports, asked, *other_decorators]] = job.wait()
+    assert other_decorators == [[1, 0], [2, 0]]
     assert len({*ports}) == 3 and str(job.port) not in ports
     assert asked == "127.0.0.1"
 
@@ -297,97 +245,16 @@ def with_brackets(value: int, call_wrapper: CallWrapper = None) -> tuple[int, in
     return value, call_wrapper.iteration
 
 
-@Wrapper(soft_timeout=30.0, enabled=True)
-def with_arguments(value: int, call_wrapper: CallWrapper = None) -> tuple[int, int]:  # type: ignore[assignment]
-    return value, call_wrapper.iteration
+def test_the_decorator_keeps_the_functions_name_and_disabled_is_the_function_itself() -> None:
+    assert (bare.__name__, bare.__doc__) == ("bare", "Bare.")
+
+    def without_call_wrapper(value: int) -> int:
+        return value
+
+    assert Wrapper(enabled=False)(without_call_wrapper) is without_call_wrapper
 
 
-def without_annotation(value: int, call_wrapper: str = "mine") -> tuple[int, str]:
-    return value, call_wrapper
-
-
-def calls_each_spelling(rank: Rank) -> Any:
-    called = Wrapper()(without_annotation)
-    return [bare(1), with_brackets(2), with_arguments(3), called(4)]
-
-
-def test_all_ways_to_write_the_decorator(job: Job) -> None:
-    assert bare.__name__ == "bare"
-    assert bare.__doc__ == "Bare."
-    job.start(1, calls_each_spelling)
-    assert job.wait() == [[[1, 0], [2, 0], [3, 0], [4, "mine"]]]
-
-
-def test_disabled_it_is_the_function_itself() -> None:
-    assert Wrapper(enabled=False)(without_annotation) is without_annotation
-
-
-# ---- 4: a blocked main thread is freed
-
-
-def _receive(rank: Rank) -> None:
-    rank.hear()
-
-
-def _lock(rank: Rank) -> None:
-    lock = threading.Lock()
-    lock.acquire()
-    lock.acquire()
-
-
-def _in_cleanup(rank: Rank) -> None:
-    try:
-        raise KeyError
-    except KeyError:
-        rank.hang()
-
-
-BLOCKED: dict[str, Callable[[Rank], object]] = {
-    "sleep": lambda rank: time.sleep(1000),
-    "queue": lambda rank: queue.Queue[None]().get(),
-    "simple queue": lambda rank: queue.SimpleQueue[None]().get(),
-    "lock": _lock,
-    "event": lambda rank: threading.Event().wait(),
-    "socket": _receive,
-    "busy": lambda rank: rank.train(),
-    "except block": _in_cleanup,
-}
-
-
-def is_blocked(rank: Rank) -> Any:
-    # Started here: a function that is interrupted while it starts a process leaves it running.
-    with subprocess.Popen(["sleep", "1000"]) as sleeper:
-        ways = [*BLOCKED.values(), lambda rank: sleeper.wait()]
-
-        @Wrapper(**SETTINGS, limits=Limits(max_same_faults=None))
-        def train(call_wrapper: CallWrapper) -> int:
-            n = call_wrapper.iteration
-            if n == len(ways):
-                return n
-            if rank.slot == 1:
-                assert rank.hear() == "go"
-                raise ValueError(n)
-            try:
-                rank.say("blocked", n=n)
-                ways[n](rank)
-            except RankShouldRestart:
-                rank.say("freed", n=n)
-                raise
-            return -1
-
-        try:
-            return train()
-        finally:
-            sleeper.kill()
-
-
-def test_a_blocked_thread_is_freed(job: Job) -> None:
-    job.start(2, is_blocked)
-    for n in range(len(BLOCKED) + 1):
-        job.expect("blocked", 0, n=n)
-        job.tell("go", 1)
-        job.expect("freed", 0, n=n)
-    assert job.wait() == [len(BLOCKED) + 1] * 2
+# ---- 4: a blocked main thread is freed: see tests/process/monitor/test_interrupt.py, and in a collective
 
 
 def is_behind_a_hung_peer(rank: Rank) -> Any:
@@ -419,79 +286,49 @@ def test_a_collective_behind_a_stopped_peer_is_freed_before_that_is_ended(job: J
     assert job.wait(killed=(2,)) == [[1, 2]] * 2
 
 
-def waits_in_new_group(rank: Rank) -> Any:
-    original = dist.distributed_c10d._new_process_group_helper
-
-    def made(*args: Any, **kwargs: Any) -> Any:
-        rank.say("making")
-        return original(*args, **kwargs)
-
-    @Wrapper(**SETTINGS)
-    def train(call_wrapper: CallWrapper) -> list[int]:
-        if call_wrapper.iteration == 0:
-            dist.init_process_group("gloo")
-            if rank.slot == 1:
-                assert rank.hear() == "go"
-                raise ValueError
-            dist.distributed_c10d._new_process_group_helper = made
-            try:
-                dist.new_group([0, 1])
-            finally:
-                dist.distributed_c10d._new_process_group_helper = original
-        dist.init_process_group("gloo")
-        total = torch.ones(1)
-        dist.all_reduce(total)
-        return [call_wrapper.iteration, int(total.item())]
-
-    return train()
-
-
-def test_a_group_that_waits_for_a_peer_is_freed(job: Job) -> None:
-    job.start(2, waits_in_new_group)
-    job.expect("making", 0)
-    job.tell("go", 1)
-    assert job.wait() == [[1, 2]] * 2
-
-
 # ---- 5: a C call that never returns is ended at hard_timeout, and the others go on
 
 
-def never_returns(rank: Rank, holding_the_gil: bool) -> Any:
+def never_returns(rank: Rank) -> Any:
+    """Slot 1 hangs with the GIL, and once it is gone slot 2 without."""
     settings = {**SETTINGS, "soft_timeout": 1.5, "hard_timeout": 4.5}
 
     @Wrapper(**with_limits(**settings))
     def train(call_wrapper: CallWrapper) -> list[Any]:
-        if call_wrapper.iteration == 0 and rank.slot == 1:
-            library = ctypes.PyDLL(None) if holding_the_gil else ctypes.CDLL(None)
+        world = int(os.environ["WORLD_SIZE"])
+        if world > 2 and rank.slot == 5 - world:
+            library = ctypes.PyDLL(None) if world == 4 else ctypes.CDLL(None)
             mutex = ctypes.create_string_buffer(64)
             library.pthread_mutex_lock(mutex)
             library.pthread_mutex_lock(mutex)  # no signal ends this
-        if os.environ["WORLD_SIZE"] == "3":
+        if world > 2:
             rank.train()
         return sorted((record.rank, record.interruption.name) for record in call_wrapper.faults)
 
     return train()
 
 
-@pytest.mark.parametrize("holding_the_gil", [False, True])
-def test_a_c_call_that_never_returns_is_ended(job: Job, holding_the_gil: bool) -> None:
-    job.start(3, never_returns, holding_the_gil)
+def test_a_c_call_that_never_returns_is_ended(job: Job) -> None:
+    job.start(4, never_returns)
     faults = [[1, "HARD_TIMEOUT"], [1, "SOFT_TIMEOUT"]]
-    assert job.wait(killed=(1,)) == [faults, faults]
-    lines = [line for slot in (0, 2) for line in job[slot].log.splitlines()]
-    who = f"slot 1 (on {os.uname().nodename} pid {job[1].pid})"
-    waits = next(line for line in lines if "the restart waits for " in line)
-    assert f"the restart waits for {who} to leave the function: it is ended within " in waits
-    (restart,) = [line for line in lines if "restart 1:" in line]
-    what = "held the GIL" if holding_the_gil else "made no progress"
-    assert f" {what} for hard_timeout=4.5 s and stood at test_promises.py:" in restart
-    assert " in train (and " in restart or " in train; no spare stepped in" in restart
+    assert job.wait(killed=(1, 2)) == [faults, faults]
+    lines = [line for slot in (0, 3) for line in job[slot].log.splitlines()]
+    waits = [line for line in lines if "the restart waits for " in line]
+    for slot, what in ((1, "held the GIL"), (2, "made no progress")):
+        who = f"slot {slot} (on {os.uname().nodename} pid {job[slot].pid})"
+        told = f"the restart waits for {who} to leave the function: it is ended within "
+        assert any(told in line for line in waits)
+        (restart,) = [line for line in lines if f"restart {slot}:" in line]
+        assert f" {what} for hard_timeout=4.5 s and stood at test_promises.py:" in restart
+        assert " in train (and " in restart or " in train; no spare stepped in" in restart
 
 
 # ---- 6: nothing is left behind: `Job.wait` looks after every test; here is a hard case
 
 
-def uses_everything(rank: Rank, end: str) -> Any:
+def uses_everything(rank: Rank) -> Any:
+    """In the end slot 0 leaves, and slot 1 returns."""
+
     def handler(signum: int, frame: object) -> None:
         pass
 
@@ -510,9 +347,9 @@ def uses_everything(rank: Rank, end: str) -> Any:
             if rank.slot == 1:
                 raise ValueError
             rank.hang()
-        if end == "exit" and rank.slot == 0:
+        if rank.slot == 0:
             raise SystemExit(0)
-        if end == "exit" and call_wrapper.iteration == 2:
+        if call_wrapper.iteration == 2:
             rank.hang()
 
     try:
@@ -521,9 +358,8 @@ def uses_everything(rank: Rank, end: str) -> Any:
         signal.signal(signal.SIGRTMIN + 1, previous)
 
 
-@pytest.mark.parametrize("end", ["return", "exit"])
-def test_nothing_is_left_after_restarts(job: Job, end: str) -> None:
-    job.start(2, uses_everything, end)
+def test_nothing_is_left_after_restarts(job: Job) -> None:
+    job.start(2, uses_everything)
     job.wait_for_end()
     assert [process.code for process in job.ranks.values()] == [0, 0]
 
