@@ -31,8 +31,7 @@ def trains(rank: Rank, **settings: Any) -> Any:
         rank.say("in", n=call_wrapper.iteration)
         while not rank.is_told():
             time.sleep(0.02)
-        rank.await_word()
-        if call_wrapper.iteration == 0 and rank.hear() == "raise":
+        if rank.hear() == "raise":
             raise ValueError("told to")
         return call_wrapper.iteration
 
@@ -50,82 +49,19 @@ def lines(job: Job, words: str) -> list[str]:
 # ---- what it is told
 
 
-def test_each_rank_is_told_once_before_it_enters_the_function(job: Job) -> None:
-    job.start(5, trains, active_world_size=3)
-    job.expect("in", 0, 1, 2, n=0)
-    job.kill(1)
-    job.expect("report", 0, 2, 3, 4, n=1)
-    job.expect("in", 0, 2, 3, n=1)  # after it
-    job.tell("finish", 0, 2, 3)
-    assert job.wait(killed=(1,)) == [1, 1, 1, None]
-    told = [reports(job, slot) for slot in (0, 2, 3, 4)]
-    assert [len(each) for each in told] == [1, 1, 1, 1]
-    phases = [each[0].pop("phases") for each in told]
-    assert all(list(each) == ALL_PHASES and min(each.values()) >= 0 for each in phases)
-    assert told[0] == told[1] == told[2] == told[3]
-    [report] = told[0]
-    cause, seconds = report.pop("cause"), report.pop("seconds")
-    assert cause.startswith("rank 1 (slot 1 on ") and "died" in cause
-    assert seconds > 0
-    assert report == {
-        "iteration": 1,
-        "interruption": "TERMINATED",
-        "lost_slots": [1],
-        "joined_slots": [],
-        "promoted": [{"slot": 3, "rank": 2}],
-        "recompiled_ranks": [],
-        "active_world_size": 3,
-        "world_size": 4,
-        "step": None,
-        "excluded": "",
-        "culprit_slots": [1],
-        "replacements": [],
-    }
-    [line] = lines(job, "restart 1: ")
-    assert line.endswith(job[0].said("report")[0]["line"])
-
-
-def test_a_process_that_joins_is_told_as_well(job: Job) -> None:
-    job.start(3, trains, rejoin=True, on_join="now", join_window=0.0)
-    job.expect("in", n=0)
-    job.kill(1)
-    job.expect("in", 0, 2, n=1)
-    job.start_again(1)
-    job.expect("report", 0, 1, 2, n=2)
-    job.expect("in", 0, 1, 2, n=2)
-    job.tell("finish")
-    assert job.wait() == [2, 2, 2]
-    old, new = reports(job, 0)[-1], reports(job, 1)[-1]
-    assert (old["cause"], old["interruption"]) == ("slot 1 joined", None)
-    assert (old["joined_slots"], old["lost_slots"]) == ([1], [])
-    assert "restart 2: slot 1 joined; 3 active + 0 spare ranks" in job[0].said("report")[-1]["line"]
-    assert (list(old.pop("phases")), list(new.pop("phases"))) == (ALL_PHASES, ["enter"])
-    assert old == new
-
-
-def only_on_slot(rank: Rank, slot: int, **settings: Any) -> Any:
-    return trains(rank, **settings, **({} if rank.slot == slot else {"on_restart": None}))
-
-
-def test_ranks_may_differ_in_whether_they_have_one(job: Job) -> None:
-    job.start(2, only_on_slot, 1)
-    job.expect("in", n=0)
-    job.tell("raise", 0)
-    job.expect("report", 1, n=1)
-    job.expect("in", n=1)
-    job.tell("finish")
-    assert job.wait() == [1, 1]
-
-
 def tells_steps(rank: Rank, **settings: Any) -> Any:
-    """In the first iteration slot 0 is in step 7 and slot 1 in step 8; the others tell none, as all later."""
+    """In the first iteration slot 0 is in step 7 and slot 2 in step 8; the others tell none, as all later.
 
-    @Wrapper(**with_limits(**{**SETTINGS, "on_restart": functools.partial(says, rank), **settings}))
+    Slot 4, a spare, has no ``on_restart``: ranks may differ in that.
+    """
+    on_restart = None if rank.slot == 4 else functools.partial(says, rank)
+
+    @Wrapper(**with_limits(**{**SETTINGS, "on_restart": on_restart, **settings}))
     def train(call_wrapper: CallWrapper) -> int:
         if call_wrapper.iteration == 0 and rank.slot == 0:
             call_wrapper.step(6)
             call_wrapper.step(7)
-        if call_wrapper.iteration == 0 and rank.slot == 1:
+        if call_wrapper.iteration == 0 and rank.slot == 2:
             call_wrapper.ping(step=8)
         rank.say("in", n=call_wrapper.iteration)
         while not rank.is_told():
@@ -135,28 +71,71 @@ def tells_steps(rank: Rank, **settings: Any) -> Any:
     return train()
 
 
-def test_it_says_what_step_this_rank_had_come_to(job: Job) -> None:
-    job.start(4, tells_steps, rejoin=True, on_join="now", join_window=0.0)
-    job.expect("in", n=0)
-    job.kill(2)
-    job.expect("in", 0, 1, 3, n=1)
-    job.start_again(2)
-    job.expect("in", 0, 1, 2, 3, n=2)
+def test_each_rank_is_told_once_before_it_enters_the_function(job: Job) -> None:
+    job.start(5, tells_steps, active_world_size=3, rejoin=True, on_join="now", join_window=0.0)
+    job.expect("in", 0, 1, 2, n=0)
+    job.kill(1)
+    job.expect("report", 0, 2, 3, n=1)
+    job.expect("in", 0, 2, 3, n=1)  # after it
+    job.start_again(1)
+    active = (0, 1, 2, 3)
+    job.expect("report", *active, n=2)
+    job.expect("in", 0, n=2)
     job.tell("finish")
-    assert job.wait() == [2, 2, 2, 2]
-    steps = {slot: [report["step"] for report in reports(job, slot)] for slot in range(4)}
-    assert steps == {0: [7, None], 1: [8, None], 2: [None], 3: [None, None]}
+    job.wait()
+    told = {slot: reports(job, slot) for slot in active}
+    assert {slot: len(each) for slot, each in told.items()} == {0: 2, 1: 1, 2: 2, 3: 2}
+    assert not job[4].said("report")
+    phases = {slot: [report.pop("phases") for report in each] for slot, each in told.items()}
+    assert phases[1][0].keys() == {"enter"}
+    for slot in (0, 2, 3):
+        assert all(list(each) == ALL_PHASES and min(each.values()) >= 0 for each in phases[slot])
+    # The step that this rank had come to.
+    steps = {slot: [report.pop("step") for report in each] for slot, each in told.items()}
+    assert steps == {0: [7, None], 1: [None], 2: [8, None], 3: [None, None]}
+    assert told[0] == told[2] == told[3] and told[0][1:] == told[1]
+    [lost, joined] = told[0]
+    cause, seconds = lost.pop("cause"), lost.pop("seconds")
+    assert cause.startswith("rank 1 (slot 1 on ") and "died" in cause
+    assert seconds > 0
+    assert lost == {
+        "iteration": 1,
+        "interruption": "TERMINATED",
+        "lost_slots": [1],
+        "joined_slots": [],
+        "promoted": [{"slot": 3, "rank": 2}],
+        "recompiled_ranks": [],
+        "active_world_size": 3,
+        "world_size": 4,
+        "excluded": "",
+        "culprit_slots": [1],
+        "replacements": [],
+    }
+    assert (joined["cause"], joined["interruption"]) == ("slot 1 joined", None)
+    assert (joined["joined_slots"], joined["lost_slots"]) == ([1], [])
+    for n, report in enumerate(job[0].said("report"), 1):
+        [line] = lines(job, f"restart {n}: ")
+        assert line.endswith(report["line"])
 
 
 # ---- failing
 
 
-def fails(rank: Rank, does: str, **settings: Any) -> Any:
-    """In the first restart slot 1 fails in its ``on_restart``."""
+#: What a slot does in its ``on_restart``, in some iterations.
+FAILS = {
+    1: (1, "raises"),
+    2: (1, "hangs"),
+    4: (1, "leaves"),
+    6: (2, "fails when interrupted"),
+    8: (2, "is deaf"),
+}
 
+
+def fails(rank: Rank, **settings: Any) -> Any:
     def on_restart(report: RestartReport) -> None:
         says(rank, report)
-        if rank.slot != 1 or report.iteration > 1:
+        slot, does = FAILS.get(report.iteration, (-1, ""))
+        if rank.slot != slot:
             return
         if does == "raises":
             raise KeyError("no network")
@@ -165,79 +144,48 @@ def fails(rank: Rank, does: str, **settings: Any) -> Any:
         if does == "is deaf":
             signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # as a call into C
             signal.sigwait([signal.SIGUSR1])
-        if does == "fails when interrupted":
-            try:
-                rank.hang()
-            except BaseException:
+        try:
+            rank.hang()
+        except BaseException:
+            if does == "fails when interrupted":
                 raise ValueError("in the wake") from None
-        rank.hang()
+            raise
 
     return trains(rank, on_restart=on_restart, **settings)
-
-
-def test_what_it_raises_is_logged_and_the_iteration_goes_on(job: Job) -> None:
-    job.start(2, fails, "raises")
-    job.expect("in", n=0)
-    job.tell("raise", 0)
-    job.expect("in", n=1)
-    job.tell("finish")
-    assert job.wait() == [1, 1]
-    assert job[1].log.count("on_restart failed on rank 1, and the iteration goes on") == 1
-    assert "KeyError: 'no network'" in job[1].log
-    assert "on_restart failed" not in job[0].log
-    for slot in (0, 1):
-        [report] = reports(job, slot)
-        assert (report["interruption"], report["lost_slots"], report["promoted"]) == ("EXCEPTION", [], [])
-        assert "raised ValueError: told to" in report["cause"]
-
-
-def test_a_rank_that_leaves_in_it_is_gone_on_without(job: Job) -> None:
-    job.start(3, fails, "leaves")
-    job.expect("in", n=0)
-    job.tell("raise", 0)
-    job.expect("in", 0, 2, n=2)
-    job.tell("finish", 0, 2)
-    job.wait_for_end()
-    assert (job[0].value, job[2].value, job[1].code) == (2, 2, 5)
-    # The only one, if slot 1 left before slot 2 was in its own.
-    assert reports(job, 2)[-1]["lost_slots"] == [1]
 
 
 SOON = {"soft_timeout": 1.5, "hard_timeout": 2.5}
 
 
-def test_a_hang_in_it_restarts_all_ranks(job: Job) -> None:
-    job.start(2, fails, "hangs", **SOON)
-    job.expect("in", n=0)
+def test_what_fails_in_it_is_logged_or_a_fault_of_its_rank(job: Job) -> None:
+    job.start(5, fails, **SOON, max_same_faults=None)
+    # What it raises is logged, and the iteration goes on; a hang restarts all ranks; one that leaves in it or
+    # cannot be interrupted is gone on without. So these are the iterations, and who is in them.
+    for n, slots in [(0, (0, 1, 2, 3, 4)), (1, (0, 1, 2, 3, 4)), (3, (0, 1, 2, 3, 4)), (5, (0, 2, 3, 4))]:
+        job.expect("in", *slots, n=n)
+        job.tell("raise", 0)
+    job.expect("report", 2, n=6)
+    job.kill(3)  # a fault interrupts it
+    job.expect("in", 0, 2, 4, n=7)
     job.tell("raise", 0)
-    job.expect("in", n=2)
-    job.tell("finish")
-    assert job.wait() == [2, 2]
-    [_, report] = reports(job, 0)
-    assert report["interruption"] == "SOFT_TIMEOUT"
-    assert report["cause"].startswith("rank 1 (slot 1 ") and report["cause"].endswith(" in hang")
-
-
-def test_a_rank_that_cannot_be_interrupted_in_it_is_ended(job: Job) -> None:
-    job.start(2, fails, "is deaf", **SOON)
-    job.expect("in", n=0)
-    job.tell("raise", 0)
-    job.expect("in", 0, n=2)
-    job.tell("finish", 0)
-    assert job.wait(killed=(1,)) == [2]
-
-
-def test_a_fault_interrupts_it(job: Job) -> None:
-    job.start(3, fails, "fails when interrupted")
-    job.expect("in", n=0)
-    job.tell("raise", 0)
-    job.expect("report", 1, n=1)
-    job.kill(2)
-    job.expect("in", 0, 1, n=2)
-    job.tell("finish", 0, 1)
-    assert job.wait(killed=(2,)) == [2, 2]
-    assert not job[1].said("in")[1:-1], "it must not enter the function of the iteration that is over"
-    assert "on_restart failed" not in job[1].log
+    job.expect("in", 0, 4, n=9)
+    job.tell("finish", 0, 4)
+    job.wait_for_end()
+    assert (job[0].value, job[4].value, job[1].code) == (9, 9, 5)
+    assert job[2].code is not None and job[2].code < 0
+    assert job[1].log.count("on_restart failed on rank 1, and the iteration goes on") == 1
+    assert "KeyError: 'no network'" in job[1].log
+    for slot in (0, 2, 3, 4):
+        assert "on_restart failed" not in job[slot].log
+    assert not [said for said in job[2].said("in") if said["n"] in (6, 8)], "that iteration was over"
+    told = {report["iteration"]: report for report in reports(job, 0)}
+    raised, hung = told[1], told[3]
+    assert (raised["interruption"], raised["lost_slots"], raised["promoted"]) == ("EXCEPTION", [], [])
+    assert "raised ValueError: told to" in raised["cause"]
+    assert hung["interruption"] == "SOFT_TIMEOUT"
+    assert hung["cause"].startswith("rank 1 (slot 1 ") and hung["cause"].endswith(" in hang")
+    # The only one, if slot 1 left before the others were in their own.
+    assert reports(job, 4)[4]["lost_slots"] == [1] and told[9]["lost_slots"] == [2]
 
 
 # ---- waiting for the others
