@@ -5,20 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from collections.abc import Callable
 from typing import Any
 
 import psutil
-import pytest
 import torch
 from rank_harness import SETTINGS, Job, Rank, with_limits
-from support.nightly import at_night
 
 from ft_wrapper import CallWrapper, FrozenState, Wrapper, health_check
 from ft_wrapper.exception import JobAbort, RankShouldRestart
-from ft_wrapper.health_check import HealthCheck
-from ft_wrapper.rank_assignment import RankAssignment, RankAssignmentCtx, ShiftRanks
 from ft_wrapper.restart import call, loop
-from ft_wrapper.state import State
 from ft_wrapper.store import TCPStore
 
 # ---- RankShouldRestart, raised by the function itself
@@ -90,86 +86,27 @@ def test_a_forked_child_is_not_the_rank(job: Job) -> None:
     assert "ValueError: in the child" in job[1].log
 
 
-# ---- a rank assignment that says nothing
+# ---- a spare whose health check fails
 
 
-class Unchanged(RankAssignment):
-    def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
-        return ctx
-
-
-def has_an_assignment(rank: Rank, assignment: str) -> Any:
-    plug_in = {"unchanged": Unchanged(), "shifts": ShiftRanks()}[assignment]
-
-    @Wrapper(**SETTINGS, rank_assignment=plug_in)
-    def train(call_wrapper: CallWrapper) -> list[Any]:
-        state = call_wrapper.state
-        if call_wrapper.iteration == 0:
-            if rank.slot == 0:
-                raise ValueError
-            rank.train()
-        if call_wrapper.iteration == 1:
-            if rank.slot == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-            rank.train()
-        return [os.environ["RANK"], os.environ["WORLD_SIZE"], state.mode.name, state.rank, state.world_size]
-
-    return train()
-
-
-@pytest.mark.parametrize("assignment", ["unchanged", *at_night("another one runs always", ["shifts"])])
-def test_a_rank_assignment_that_says_nothing_of_it_makes_all_ranks_active(job: Job, assignment: str) -> None:
-    job.start(3, has_an_assignment, assignment)
-    job.wait_for_end()
-    assert job[0].value == ["0", "2", "ACTIVE", 0, 2]
-    assert job[2].value == ["1", "2", "ACTIVE", 1, 2]
-
-
-# ---- health checks that fail
-
-
-class FailsAt(HealthCheck):
-    """Fails in some of its calls: 0 is before the first entry, 1 before the second one, or after a fault."""
-
-    def __init__(self, calls: list[int]) -> None:
-        self.calls, self.count = calls, 0
-
-    def __call__(self, state: FrozenState) -> FrozenState:
-        self.count += 1
-        if self.count - 1 in self.calls:
+def has_a_health_check(rank: Rank) -> Any:
+    def check(state: FrozenState) -> None:
+        if rank.slot == 2:
             raise OSError("told to")
-        return state
 
-
-def has_a_health_check(rank: Rank, slot: int, calls: list[int], **settings: Any) -> Any:
-    check = FailsAt(calls if rank.slot == slot else [])
-
-    @Wrapper(**with_limits(**{**SETTINGS, **settings}, health_check=check))
+    @Wrapper(**with_limits(**SETTINGS, health_check=check, active_world_size=2))
     def train(call_wrapper: CallWrapper) -> list[Any]:
-        if call_wrapper.iteration == 0 and 1 in calls:
-            rank.hear()
-            if rank.slot == 0:
-                raise ValueError
-        kinds = [record.interruption.name for record in call_wrapper.faults]
-        return [call_wrapper.iteration, os.environ["WORLD_SIZE"], kinds]
+        return [call_wrapper.iteration, os.environ["WORLD_SIZE"], len(call_wrapper.faults)]
 
     return train()
 
 
-def test_one_that_still_fails_after_that_ends_its_rank(job: Job) -> None:
-    job.start(2, has_a_health_check, 1, [0, 1])
-    job.tell("go on", 0)
-    job.wait_for_end()
-    assert job[1].error == "HealthCheckError" and "told to" in job[1].text
-    assert job[0].value[:2] == [1, "1"]
-
-
-def test_a_spares_that_fails_ends_the_spare_alone(job: Job) -> None:
-    job.start(3, has_a_health_check, 2, [0], active_world_size=2)
+def test_it_ends_the_spare_alone(job: Job) -> None:
+    job.start(3, has_a_health_check)
     # The spare's monitor thread waits for the iteration's end, which the spare does not bring about.
     job.wait_for_end(leftovers=False)
     assert job[2].error == "HealthCheckError"
-    assert [job[slot].value for slot in (0, 1)] == [[0, "2", []]] * 2
+    assert [job[slot].value for slot in (0, 1)] == [[0, "2", 0]] * 2
 
 
 # ---- signal handlers that raise
@@ -183,39 +120,39 @@ def _raise(signum: int, frame: Any) -> None:
     raise Signalled("a worker was killed")
 
 
-def is_signalled(rank: Rank, place: str) -> Any:
-    """A signal whose handler raises an `Exception` comes at some place of the wrapper's own."""
-    if rank.slot == 1 and place == "while it gets its rank":
-        take = call.Call.apply_state
+def signal_before(owner: Any, name: str, signum: signal.Signals, condition: Callable[..., bool]) -> None:
+    """Has a method of the wrapper's send this process a signal before it begins, if a condition holds."""
+    method = getattr(owner, name)
 
-        def take_signalled(self: call.Call, state: State) -> bool:
-            if self.own.member.view.n == 1:
-                os.kill(os.getpid(), signal.SIGCHLD)
-            return take(self, state)
+    def signalled(self: Any, *args: Any) -> Any:
+        if condition(self):
+            os.kill(os.getpid(), signum)
+        return method(self, *args)
 
-        call.Call.apply_state = take_signalled  # type: ignore[method-assign]
-    if rank.slot == 1 and place == "while it waits for the others":
-        await_completion = loop.Membership.await_completion
+    setattr(owner, name, signalled)
 
-        def signalled(self: loop.Membership, *args: Any) -> str:
-            os.kill(os.getpid(), signal.SIGCHLD)
-            return await_completion(self, *args)
 
-        loop.Membership.await_completion = signalled  # type: ignore[method-assign]
+def is_signalled(rank: Rank) -> Any:
+    """A signal whose handler raises an `Exception` comes in the wrapper's own code.
 
-    def signal_itself(state: FrozenState) -> None:
-        """In the wrapper's own code, as seen from the function: between leaving and entering it."""
-        if rank.slot == 1 and place == "between two iterations":
+    Between two iterations, then while slot 1 gets its rank, then while it waits for the others in the end.
+    """
+    if rank.slot == 1:
+        signal_before(call.Call, "apply_state", signal.SIGCHLD, lambda self: self.own.member.view.n == 1)
+        signal_before(loop.Membership, "await_completion", signal.SIGCHLD, lambda self: True)
+
+    def finalize(state: FrozenState) -> None:
+        if (rank.slot, state.iteration) == (1, 0):
             os.kill(os.getpid(), signal.SIGCHLD)
 
     previous = signal.getsignal(signal.SIGCHLD)
 
-    @Wrapper(**SETTINGS, finalize=signal_itself)
+    @Wrapper(**SETTINGS, finalize=finalize)
     def train(call_wrapper: CallWrapper) -> list[Any]:
-        if call_wrapper.iteration == 0:
+        if call_wrapper.iteration < 2:
             signal.signal(signal.SIGCHLD, _raise)  # as torch does for a DataLoader
-            rank.say("in")
-            if rank.slot == 0:
+            rank.say("in", n=call_wrapper.iteration)
+            if call_wrapper.iteration == 0 and rank.slot == 0:
                 rank.hear()
                 raise ValueError
             rank.train()
@@ -230,33 +167,18 @@ def is_signalled(rank: Rank, place: str) -> Any:
         signal.signal(signal.SIGCHLD, previous)
 
 
-@pytest.mark.parametrize(
-    ("place", "iteration", "slot"),
-    [
-        ("between two iterations", 1, 0),
-        ("while it gets its rank", 2, 1),
-        ("while it waits for the others", 1, 0),
-    ],
-)
-def test_what_a_handler_raises_in_the_wrappers_own_code_throws_nobody_out(
-    job: Job, place: str, iteration: int, slot: int
-) -> None:
-    job.start(2, is_signalled, place)
-    job.expect("in", 0, 1)
+def test_what_a_handler_raises_in_the_wrappers_own_code_throws_nobody_out(job: Job) -> None:
+    job.start(2, is_signalled)
+    job.expect("in", 0, 1, n=0)
     job.tell("fail", 0)
-    assert job.wait() == [[iteration, "2", [[slot, "EXCEPTION"]]]] * 2
+    # What came before an iteration was over is of no interest; before the function was entered it is a fault.
+    assert job.wait() == [[2, "2", [[1, "EXCEPTION"]]]] * 2
     assert "a worker was killed" in job[1].log
 
 
 def is_interrupted(rank: Rank) -> Any:
     if rank.slot == 1:
-        await_completion = loop.Membership.await_completion
-
-        def signalled(self: loop.Membership, *args: Any) -> str:
-            os.kill(os.getpid(), signal.SIGINT)
-            return await_completion(self, *args)
-
-        loop.Membership.await_completion = signalled  # type: ignore[method-assign]
+        signal_before(loop.Membership, "await_completion", signal.SIGINT, lambda self: True)
 
     @Wrapper(**SETTINGS)
     def train(call_wrapper: CallWrapper) -> list[Any]:
