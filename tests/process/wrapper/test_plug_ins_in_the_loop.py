@@ -2,42 +2,45 @@
 
 from __future__ import annotations
 
-import functools
+import collections
 import os
 import threading
-from datetime import timedelta
 from typing import Any
 
 import pytest
 from rank_harness import SETTINGS, Job, Rank
 
 from ft_wrapper import CallWrapper, Compose, FrozenState, Mode, Wrapper
-from ft_wrapper.abort import Abort, AbortTorchDistributed
+from ft_wrapper.abort import Abort
 from ft_wrapper.completion import Completion
-from ft_wrapper.exception import RestartAbort
+from ft_wrapper.exception import InternalError, RestartAbort
 from ft_wrapper.finalize import Finalize
 from ft_wrapper.health_check import HealthCheck
 from ft_wrapper.initialize import Initialize
 from ft_wrapper.rank_assignment import (
     ActivateAllRanks,
-    Layer,
-    LayerFlag,
     RankAssignment,
     RankAssignmentCtx,
     ShiftRanks,
-    Tree,
+    activate_if_unsaid,
 )
+from ft_wrapper.restart.loop import check_assigned
+from ft_wrapper.state import State
 from ft_wrapper.terminate import Terminate
+from ft_wrapper.testing import FakeStore
+
+Failures = dict[tuple[int, int, str, int], type[BaseException]]
+"""What is raised in which iteration, on which slot, in which plug-in and in which of its calls there."""
 
 PLACES = ("initialize", "health_check", "abort", "finalize", "completion", "terminate")
 
 
 class Noted(Initialize, HealthCheck, Abort, Finalize, Completion, Terminate):
-    """Any plug-in: says that it runs, and with which state; raises when told to."""
+    """Any plug-in: says that it runs, and with which state; raises in some of its calls in an iteration."""
 
-    def __init__(self, rank: Rank, place: str, fails: Any = None) -> None:
+    def __init__(self, rank: Rank, place: str, fails: Failures) -> None:
         self.rank, self.place, self.fails = rank, place, fails
-        self.calls = 0
+        self.calls: collections.Counter[int] = collections.Counter()
 
     def __call__(self, state: FrozenState) -> FrozenState:
         error = state.fn_exception
@@ -51,13 +54,14 @@ class Noted(Initialize, HealthCheck, Abort, Finalize, Completion, Terminate):
             error=type(error).__name__ if error else None,
             main=threading.current_thread() is threading.main_thread(),
         )
-        self.calls += 1
-        if self.fails is not None and self.fails[0] == self.place and self.calls == self.fails[1]:
-            raise {"Exception": KeyError, "BaseException": RestartAbort}[self.fails[2]]("told to")
+        self.calls[state.iteration] += 1
+        error = self.fails.get((state.iteration, self.rank.slot, self.place, self.calls[state.iteration]))
+        if error is not None:
+            raise error("told to")
         return state
 
 
-def with_all(rank: Rank, fails: Any = None, **more: Any) -> dict[str, Any]:
+def with_all(rank: Rank, fails: Failures = {}, **more: Any) -> dict[str, Any]:  # noqa: B006 (not changed)
     return {**SETTINGS, **{place: Noted(rank, place, fails) for place in PLACES}, **more}
 
 
@@ -128,173 +132,106 @@ def test_the_order_and_the_states(job: Job) -> None:
 # ---- failures
 
 
-def fails_in(rank: Rank, place: str, call: int, kind: str) -> Any:
-    @Wrapper(**with_all(rank, (place, call, kind) if rank.slot == 1 else None))
+FAILURES: Failures = {
+    (0, 1, "initialize", 1): KeyError,
+    (1, 1, "health_check", 1): KeyError,
+    (2, 1, "abort", 1): KeyError,
+    (3, 1, "health_check", 2): KeyError,  # after the function: this one ends its rank
+    (4, 2, "finalize", 1): RestartAbort,
+    (5, 3, "initialize", 1): RestartAbort,
+    (6, 0, "completion", 1): KeyError,
+}
+
+
+def fails_in_plug_ins(rank: Rank) -> Any:
+    """In iterations 2 to 4 slot 0 fails when told to, and then something else does."""
+
+    @Wrapper(**with_all(rank, FAILURES))
     def train(call_wrapper: CallWrapper) -> list[Any]:
-        if call_wrapper.iteration == 0:
-            if place not in ("initialize", "health_check") or call > 1:
-                if rank.slot == 0:
-                    rank.hear()  # that the other one is in
-                    raise ValueError
-                rank.say("in")
-            elif place == "initialize" and rank.slot == 0:
-                rank.hang()
-            if place == "terminate" and rank.slot == 1:
-                raise SystemExit(4)
-            rank.hang()
-        kinds = [record.interruption.name for record in call_wrapper.faults]
-        return [call_wrapper.iteration, os.environ["WORLD_SIZE"], kinds]
+        n = call_wrapper.iteration
+        kinds = [[record.rank, record.interruption.name] for record in call_wrapper.faults]
+        rank.say("in", n=n, world=os.environ["WORLD_SIZE"], faults=kinds)
+        if n == 6:
+            return [n, os.environ["WORLD_SIZE"], kinds]
+        if 2 <= n <= 4 and rank.slot == 0:
+            rank.hear()
+            raise ValueError
+        return rank.hang()
 
     return train()
 
 
-@pytest.mark.parametrize(
-    ("place", "call", "kind", "ends_with", "others"),
-    [
-        ("initialize", 1, "Exception", None, [1, "2", ["EXCEPTION"]]),
-        ("initialize", 1, "BaseException", "RestartAbort", [1, "1", ["BASE_EXCEPTION"]]),
-        ("health_check", 1, "Exception", None, [1, "2", ["EXCEPTION"]]),
-        ("health_check", 2, "Exception", "HealthCheckError", None),
-        ("abort", 1, "Exception", None, [1, "2", ["EXCEPTION"]]),
-        ("finalize", 1, "BaseException", "RestartAbort", None),
-        ("completion", 1, "Exception", None, [1, "2", ["EXCEPTION"]]),
-    ],
-)
-def test_what_a_failure_means(
-    job: Job, place: str, call: int, kind: str, ends_with: str | None, others: list[Any] | None
-) -> None:
-    job.start(2, fails_in, place, call, kind)
-    if place not in ("initialize", "health_check") or call > 1:
-        job.expect("in", 1)
+def test_what_a_failure_of_a_plug_in_means(job: Job) -> None:
+    job.start(5, fails_in_plug_ins)
+    own, of_slot_1 = [0, "EXCEPTION"], [1, "EXCEPTION"]
+    # What ended the iteration before; a rank that leaves between two iterations is not in the next one.
+    entered: list[tuple[int, tuple[int, ...], str, list[list[Any]]]] = [
+        (2, (0, 1, 2, 3, 4), "5", [of_slot_1]),
+        (3, (0, 1, 2, 3, 4), "5", [own]),
+        (4, (0, 2, 3, 4), "4", [own, [1, "BASE_EXCEPTION"]]),
+    ]
+    for n, slots, world, faults in entered:
+        for said in job.expect("in", *slots, n=n, world=world):
+            assert sorted(said["faults"]) == faults
         job.tell("raise", 0)
     job.wait_for_end()
-    if others is None:  # it left between iterations, and the decision was made without it
-        n, world, kinds = job[0].value
-        assert (n, world) == (1, "1")
-        assert set(kinds) == {"EXCEPTION", "BASE_EXCEPTION"}
-    else:
-        assert job[0].value == others
-    if ends_with is None:
-        assert job[1].value == others
-    else:
-        assert job[1].error == ends_with
-        terminated = [m for m in job[1].said("plug-in") if m["name"] == "terminate"]
+    assert job[0].value == job[4].value == [6, "2", [[1, "BASE_EXCEPTION"]]]
+    assert [job[slot].error for slot in (1, 2, 3)] == ["HealthCheckError", "RestartAbort", "RestartAbort"]
+    assert "told to" in job[1].text
+    for slot in (1, 2, 3):
+        terminated = [m for m in job[slot].said("plug-in") if m["name"] == "terminate"]
         assert [m["mode"] for m in terminated] == ["TERMINATED"]
-    if ends_with == "HealthCheckError":
-        assert "told to" in job[1].text
-    if place in ("abort", "completion", "health_check"):
-        assert f"{place.replace('_', ' ')} failed" in job[1].log
-        assert "told to" in job[1].log
+    for slot, failed in ((1, "abort"), (1, "health check"), (0, "completion")):
+        assert f"{failed} failed" in job[slot].log and "told to" in job[slot].log
 
 
-class FailsOn(RankAssignment):
-    """Raises at a restart, on some ranks."""
+class FailsAt(RankAssignment):
+    """Raises from an iteration on."""
 
-    def __init__(self, fails: bool, first: bool) -> None:
-        self.fails, self.first = fails, first
+    def __init__(self, n: float) -> None:
+        self.n = n
 
     def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
-        if self.fails and (self.first or ctx.state.iteration > 0):
+        if ctx.state.iteration >= self.n:
             raise KeyError("no rank")
         return ctx
 
 
-def has_a_failing_assignment(rank: Rank, first: bool) -> Any:
-    assignment = Compose(ActivateAllRanks(), ShiftRanks(), FailsOn(rank.slot == 1, first))
+def has_a_failing_assignment(rank: Rank) -> Any:
+    """Slot 2's fails at the begin, slot 1's at the restart after the one that this causes."""
+    fails = FailsAt([float("inf"), 2, 0][rank.slot])
 
-    @Wrapper(**with_all(rank, rank_assignment=assignment))
+    @Wrapper(**with_all(rank, rank_assignment=Compose(ActivateAllRanks(), ShiftRanks(), fails)))
     def train(call_wrapper: CallWrapper) -> list[Any]:
-        if os.environ["WORLD_SIZE"] == "2":
-            if call_wrapper.iteration == 0 and rank.slot == 0 and not first:
-                raise ValueError
-            rank.hang()
-        return [call_wrapper.iteration, os.environ["WORLD_SIZE"]]
+        if os.environ["WORLD_SIZE"] == "1":
+            return [call_wrapper.iteration, os.environ["WORLD_SIZE"]]
+        if (rank.slot, call_wrapper.iteration) == (0, 1):
+            raise ValueError
+        return rank.hang()
 
     return train()
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_where_a_rank_assignment_fails_on_one_rank_the_others_go_on(job: Job, first: bool) -> None:
-    job.start(2, has_a_failing_assignment, first)
+def test_where_a_rank_assignment_fails_on_one_rank_the_others_go_on(job: Job) -> None:
+    job.start(3, has_a_failing_assignment)
     job.wait_for_end()
-    assert job[1].error == "KeyError"
-    assert job[0].value == [1 if first else 2, "1"]
+    assert [job[slot].error for slot in (1, 2)] == ["KeyError"] * 2
+    assert job[0].value == [3, "1"]
 
 
-# ---- the ready ones, in a job
+# ---- assignments that disagree
 
 
-def lives_in_a_tree(rank: Rank) -> Any:
-    tree = Tree(
-        [
-            Layer(min_ranks=2, max_ranks=2, flag=LayerFlag.RESERVE),
-            Layer(
-                min_ranks=2,
-                max_ranks=2,
-                key_or_fn=lambda state: f"node {state.initial_rank // 3}",
-                flag=LayerFlag.RESERVE,
-            ),
-        ]
-    )
+class Same(RankAssignment):
+    """Gives all ranks the same place."""
 
-    @Wrapper(**with_all(rank, rank_assignment=tree))
-    def train(call_wrapper: CallWrapper) -> list[Any]:
-        n, state = call_wrapper.iteration, call_wrapper.state
-        rank.say("in", n=n)
-        if n < 3:
-            if rank.hear() == "fail":
-                raise SystemExit(1)
-            raise AssertionError
-        assert state.active_rank == int(os.environ["RANK"])
-        return [n, state.active_rank, state.active_world_size, state.world_size, state.mode == Mode.ACTIVE]
-
-    return train()
-
-
-def test_a_tree_with_two_layers_of_reserve(job: Job) -> None:
-    # Nodes of three ranks: 0-2 and 3-5. Two ranks are active.
-    job.start(6, lives_in_a_tree)
-    job.expect("in", 0, 1, n=0)
-    job.tell("fail", 0)
-    job.expect("in", 1, 2, n=1)  # the reserve of its own node takes over
-    job.tell("fail", 1)
-    job.expect("in", 4, 5, n=2)  # the node has too few ranks left: slot 2 goes with it
-    job.wait_for_end(2)
-    assert job[2].error == "RankDiscarded"
-    job.tell("fail", 4)
-    job.wait_for_end()
-    assert sorted([job[3].value, job[5].value]) == [[3, 0, 2, 2, True], [3, 1, 2, 2, True]]
-    for slot in (0, 1, 2, 4):
-        assert [m["mode"] for m in job[slot].said("plug-in") if m["name"] == "terminate"] == ["TERMINATED"]
-
-
-class Disagrees(RankAssignment):
-    """Gives all ranks the same place, or each its own world."""
-
-    def __init__(self, rank: Rank, what: str) -> None:
-        self.rank, self.what = rank, what
-
-    def __call__(self, ctx: RankAssignmentCtx) -> Any:
-        if self.what == "nothing":
-            return None
-        if self.what == "rank":
-            ctx.state.active_rank = 0
-        elif self.what == "size":
-            ctx.state.active_world_size = 1 + (self.rank.slot + ctx.state.iteration) % 2
-        elif self.what == "more than there are":
-            ctx.state.active_world_size = 3
-        elif self.what == "mode":
-            ctx.state.mode = Mode.TERMINATED
+    def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
+        ctx.state.active_rank = 0
         return ctx
 
 
-def disagrees(rank: Rank, what: str) -> Any:
-    disagreeing = Disagrees(rank, what)
-    assignment: Any = Compose(disagreeing, ActivateAllRanks(), ShiftRanks())
-    if what == "nothing":
-        assignment = disagreeing
-
-    @Wrapper(**with_all(rank, rank_assignment=assignment))
+def disagrees(rank: Rank) -> Any:
+    @Wrapper(**with_all(rank, rank_assignment=Compose(Same(), ActivateAllRanks(), ShiftRanks())))
     def train(call_wrapper: CallWrapper) -> list[Any]:
         if call_wrapper.iteration == 0:
             rank.hang()
@@ -303,53 +240,26 @@ def disagrees(rank: Rank, what: str) -> Any:
     return train()
 
 
-@pytest.mark.parametrize("what", ["rank", "size", "more than there are", "mode", "nothing"])
-def test_a_rank_assignment_that_disagrees_is_named(job: Job, what: str) -> None:
-    job.start(2, disagrees, what)
+def test_a_rank_assignment_that_disagrees_is_named(job: Job) -> None:
+    job.start(2, disagrees)
     job.wait_for_end()
-    texts = [message["text"] for process in job.ranks.values() for message in process.said("raised")]
-    assert texts
-    errors = {message["error"] for process in job.ranks.values() for message in process.said("raised")}
-    assert errors == {"InternalError"}
-    nothing = "rank_assignment must return the RankAssignmentCtx that it got; it gave None"
-    for text in texts:
-        assert text == nothing if what == "nothing" else "rank_assignment" in text
+    raised = [message for process in job.ranks.values() for message in process.said("raised")]
+    assert raised and all("rank_assignment" in message["text"] for message in raised)
+    assert {message["error"] for message in raised} == {"InternalError"}
 
 
-# ---- plain callables in their place
+def test_what_no_rank_assignment_may_return_is_named() -> None:
+    with pytest.raises(InternalError, match="must return the RankAssignmentCtx that it got; it gave None"):
+        activate_if_unsaid(None, 0, 2)
+    for size, mode in ((2, Mode.TERMINATED), (None, Mode.ACTIVE), (0, Mode.ACTIVE), (3, Mode.ACTIVE)):
+        with pytest.raises(InternalError, match="rank_assignment"):
+            check_assigned(State(0, 2, active_rank=0, active_world_size=size, mode=mode))
 
 
-def plain_functions(rank: Rank) -> Any:
-    class Method:
-        def note(self, place: str, state: FrozenState) -> None:
-            rank.say("plug-in", name=place, n=state.iteration)
-
-    def assign(ctx: RankAssignmentCtx) -> RankAssignmentCtx:
-        rank.say("plug-in", name="rank_assignment", n=ctx.state.iteration)
-        return ctx
-
-    # Of each kind one: a lambda, a partial, a function composed with a plug-in.
-    note = Method().note
-    plug_ins: dict[str, Any] = {place: functools.partial(note, place) for place in PLACES}
-    plug_ins["finalize"] = lambda state: note("finalize", state)
-    plug_ins["abort"] = Compose(plug_ins["abort"], AbortTorchDistributed())
-
-    @Wrapper(**SETTINGS, **plug_ins, rank_assignment=Compose(ActivateAllRanks(), assign))
-    def train(call_wrapper: CallWrapper) -> int:
-        if call_wrapper.iteration == 0:
-            call_wrapper.store.barrier([int(os.environ["RANK"])], "both are in", 2, timedelta(minutes=1))
-            raise ValueError
-        return call_wrapper.iteration
-
-    return train()
-
-
-def test_plain_functions_run_where_plug_ins_do(job: Job) -> None:
-    job.start(2, plain_functions)
-    assert job.wait() == [1, 1]
-    for slot in range(2):
-        seen = [(message["name"], message["n"]) for message in job[slot].said("plug-in")]
-        entered = ["rank_assignment", "initialize", "health_check"]
-        assert [name for name, n in seen if n == 0][:3] == entered
-        assert sorted({name for name, n in seen}) == sorted({*PLACES, "rank_assignment"} - {"terminate"})
-        assert seen[-1] == ("completion", 1)
+def test_a_rank_assignment_that_says_nothing_makes_all_ranks_active() -> None:
+    for terminated, rank in ((set(), 2), ({1}, 1)):
+        ctx = RankAssignmentCtx(State(2, 3), FakeStore(), terminated)
+        state = activate_if_unsaid(ctx, 2, 3)
+        world_size = 3 - len(terminated)
+        assert (state.rank, state.world_size, state.mode) == (rank, world_size, Mode.ACTIVE)
+        assert (state.active_rank, state.active_world_size) == (rank, world_size)
