@@ -18,48 +18,6 @@ from ft_wrapper import CallWrapper, Wrapper
 from ft_wrapper.store import TCPStoreServer
 from ft_wrapper.testing.etcd_server import free_port
 
-# ---- atomic
-
-
-def is_atomic(rank: Rank, fails: bool) -> Any:
-    settings = {**SETTINGS, "finalize": lambda state: rank.say("left")}
-
-    @Wrapper(**settings)
-    def train(call_wrapper: CallWrapper) -> int:
-        n = call_wrapper.iteration
-        if n == 1:
-            return n
-        if rank.slot == 1:
-            assert rank.hear() == "fail"
-            raise ValueError
-        with call_wrapper.atomic():
-            with call_wrapper.atomic():
-                rank.say("inside")
-                assert rank.hear() == "go on"
-            rank.say("outside the inner one")
-            assert rank.hear() == "finish"
-            rank.say("written")
-            if fails:
-                raise KeyError
-        return rank.hang()
-
-    return train()
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_atomic_is_not_interrupted_half_way(job: Job, fails: bool) -> None:
-    job.start(2, is_atomic, fails)
-    job.expect("inside", 0)
-    job.tell("fail", 1)
-    job.expect("left", 1)
-    job.tell("go on", 0)
-    job.expect("outside the inner one", 0)
-    job.tell("finish", 0)
-    job.expect("written", 0)
-    job.expect("left", 0)
-    assert job.wait() == [1, 1]
-
-
 # ---- hang protection and ping
 
 
@@ -202,15 +160,6 @@ def test_no_rank_waits_for_the_end_of_a_store_that_is_not_the_jobs(job: Job) -> 
         assert job.wait() == [0, 0]  # long before completion_timeout
     finally:
         server.close()
-
-
-def test_a_port_that_another_jobs_store_has_is_named(job: Job) -> None:
-    with contextlib.closing(TCPStoreServer(0, "127.0.0.1")) as server:
-        job.port = server.port - 1
-        job.start(1, uses_a_store, rejoin=True)
-        job.wait_for_end()
-    assert job[0].error == "StoreError"
-    assert f"port {job.port + 1} cannot be used for the coordination store" in job[0].text
 
 
 # ---- outside the main thread
