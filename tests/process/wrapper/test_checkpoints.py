@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -71,100 +71,62 @@ def test_ranks_go_on_from_the_newest_sealed_one(job: Job, tmp_path: Path) -> Non
     assert not (root / "run-1" / "iteration-0").exists()
 
 
-def starts_again(rank: Rank, root: str) -> Any:
-    @Wrapper(**SETTINGS)
-    def train(call_wrapper: CallWrapper) -> list[Any]:
-        checkpoints = Checkpoints(call_wrapper, root)
-        begins_with = parts(checkpoints.newest())
-        step = 1 if begins_with is None else begins_with[0] + 1
-        write(checkpoints, step, rank.slot)
-        checkpoints.seal(step)
-        rank.say("sealed")
-        if begins_with is None:
-            rank.hang()
-        newest = checkpoints.newest()
-        assert newest is not None
-        return [begins_with, str(newest.path.relative_to(root))]
-
-    return train()
-
-
-def test_a_job_whose_processes_were_all_killed_goes_on_in_the_same_folder(
-    job: Job, template: Template, tmp_path: Path
-) -> None:
-    root = tmp_path / "checkpoints"
-    job.start(2, starts_again, str(root))
-    job.expect("sealed")
-    for slot in (0, 1):
-        job.send_signal(slot, signal.SIGKILL)
-    job.wait_for_end()
-    template.await_ends()
-    directory = tmp_path / "again"
-    directory.mkdir()
-    with running(template, directory) as again:
-        again.start(2, starts_again, str(root))
-        expected = [[1, "part-0", "part-1"], "run-2/iteration-0/checkpoint-2"]
-        assert again.wait() == [expected] * 2
-
-
 def asks(rank: Rank, root: str) -> Any:
+    """Asks twice in each of two iterations."""
+    logging.getLogger().addHandler(logging.StreamHandler())
+    logging.getLogger("ft_wrapper.checkpoints").setLevel(logging.DEBUG)
+
     @Wrapper(**SETTINGS)
     def train(call_wrapper: CallWrapper) -> Any:
         checkpoints = Checkpoints(call_wrapper, root)
         assert rank.hear() == "look"
         newest = checkpoints.newest()
-        rank.say("looked")
-        return parts(newest)
+        assert newest == checkpoints.newest()
+        rank.say("looked", parts=parts(newest))
+        if call_wrapper.iteration == 1:
+            return parts(newest)
+        if rank.slot == 0 and rank.hear() == "fail":
+            raise ValueError
+        return rank.hang()
 
     return train()
 
 
-def test_rank_0_looks_and_all_are_given_its_answer(job: Job, tmp_path: Path) -> None:
+def test_rank_0_looks_and_all_are_given_its_answer_and_what_is_passed_over_is_named_once(
+    job: Job, tmp_path: Path
+) -> None:
     root = tmp_path / "checkpoints"
     above = folders.iteration_folder(root, 1, 0)
     for step in (1, 2):
         (above / f"checkpoint-{step}").mkdir(parents=True)
     (above / "checkpoint-1" / folders.SEAL).touch()
+    (root / "notes").touch()
     job.start(2, asks, str(root))
     job.tell("look", 0)
     job.expect("looked", 0)
     (above / "checkpoint-2" / folders.SEAL).touch()
     job.tell("look", 1)
+    job.expect("looked", 1, parts=[1])
+    (above / "checkpoint-2" / folders.SEAL).unlink()
+    job.tell("fail", 0)
+    job.tell("look")
     assert job.wait() == [[1], [1]]
-
-
-def begins_and_dies(rank: Rank, root: str) -> Any:
-    if rank.slot == 0:
-        enter_run = folders.enter_run
-
-        def hangs(root: Path, job: str) -> Any:
-            enter_run(root, job)
-            rank.say("begun")
-            rank.hang()
-
-        folders.enter_run = hangs
-
-    @Wrapper(**SETTINGS)
-    def train(call_wrapper: CallWrapper) -> Any:
-        checkpoints = Checkpoints(call_wrapper, root)
-        return str(checkpoints.path(1).relative_to(root))
-
-    return train()
-
-
-def test_the_next_rank_0_takes_the_run_that_the_last_one_has_begun(job: Job, tmp_path: Path) -> None:
-    root = tmp_path / "checkpoints"
-    job.start(3, begins_and_dies, str(root))
-    job.expect("begun", 0)
-    job.kill(0)
-    assert job.wait(killed=(0,)) == ["run-1/iteration-1/checkpoint-1"] * 2
+    for line in (
+        f"{above}/checkpoint-2 is passed over: it is not sealed",
+        f"{root}/notes is passed over: no run",
+    ):
+        assert job[0].log.count(line) == 1, job[0].log
+    assert f"goes on from {above}/checkpoint-1" in job[0].log
 
 
 # ---- what is sealed, and what is not
 
 
 def fails_to_seal(rank: Rank, root: str) -> Any:
-    """In iteration 0 a rank fails in mid-save, in 1 the seal cannot be written, in 2 a rank does not come."""
+    """In iteration 0 a rank fails in mid-save, in 1 the seal cannot be written, in 2 a rank does not come.
+
+    In 3 rank 0 does not come to make its `Checkpoints`, and in 4 not to look for the newest one.
+    """
     write_through = folders.write_through
 
     def full(*_: object) -> None:
@@ -173,10 +135,14 @@ def fails_to_seal(rank: Rank, root: str) -> Any:
     @Wrapper(**with_limits(**SETTINGS, max_same_faults=None))
     def train(call_wrapper: CallWrapper) -> Any:
         n = call_wrapper.iteration
-        given: dict[str, Any] = {"timeout": 1.0} if n == 2 else {}
+        given: dict[str, Any] = {"timeout": 1.0} if n in (2, 3, 4) else {}
+        if n == 3 and rank.slot == 0:
+            rank.hang()
         checkpoints = Checkpoints(call_wrapper, root, **given)
+        if n == 4 and rank.slot == 0:
+            rank.hang()
         newest = checkpoints.newest()
-        if n == 3:
+        if n == 5:
             return newest
         if n == 0 and rank.slot == 1:
             assert rank.hear() == "fail"
@@ -203,76 +169,27 @@ def test_a_seal_that_does_not_come_is_a_fault_like_others_and_seals_nothing(job:
     assert "OSError: [Errno 28] No space left on device" in job[0].log
     logs = "".join(job[slot].log for slot in range(3))
     assert f"seal(2) in {root}, seal 1' timed out after 0:00:01: missing ranks [1] of 3" in logs
-
-
-def rank_0_is_late(rank: Rank, root: str) -> Any:
-    @Wrapper(**with_limits(**SETTINGS, max_same_faults=None))
-    def train(call_wrapper: CallWrapper) -> int:
-        n = call_wrapper.iteration
-        if n == 0 and rank.slot == 0:
-            rank.hang()
-        checkpoints = Checkpoints(call_wrapper, root, timeout=1.0)
-        if n == 1 and rank.slot == 0:
-            rank.hang()
-        if n < 2:
-            checkpoints.newest()
-        return n
-
-    return train()
-
-
-def test_who_waits_for_rank_0_says_so(job: Job, tmp_path: Path) -> None:
-    root = tmp_path / "checkpoints"
-    job.start(2, rank_0_is_late, str(root))
-    assert job.wait() == [2, 2]
     for where in ("Checkpoints", "newest()"):
-        assert f"{where} in {root}: timed out after 0:00:01: missing ranks [0] of 2" in job[1].log
+        assert f"{where} in {root}: timed out after 0:00:01: missing ranks [0] of 3" in logs
 
 
 # ---- interrupts
 
 
-def seals_while_another_fails(rank: Rank, root: str) -> Any:
-    @Wrapper(finalize=lambda state: rank.say("left"), **SETTINGS)
+def is_interrupted(rank: Rank, root: str) -> Any:
+    """Rank 0 is slow: in iteration 0 in the midst of a seal, in 1 when it removes what is old."""
+    replace = os.replace
+
+    def slowly(old: Any, new: Any) -> None:
+        rank.say("replacing")
+        assert rank.hear() == "go on"
+        replace(old, new)
+
+    @Wrapper(finalize=lambda state: rank.say("left", n=state.iteration), **SETTINGS)
     def train(call_wrapper: CallWrapper) -> Any:
-        checkpoints = Checkpoints(call_wrapper, root)
-        if call_wrapper.iteration == 1:
-            return parts(checkpoints.newest())
-        write(checkpoints, 5, rank.slot)
-        if rank.slot == 0:
-            replace = os.replace
-
-            def slowly(old: Any, new: Any) -> None:
-                rank.say("replacing")
-                assert rank.hear() == "go on"
-                replace(old, new)
-
-            os.replace = slowly
-        if rank.slot == 2:
-            call_wrapper.store.barrier([2], f"seal(5) in {root}, seal 1", 3, checkpoints._timeout)
-            assert rank.hear() == "fail"
-            raise ValueError("while rank 0 seals")
-        checkpoints.seal(5)
-        return "not interrupted"
-
-    return train()
-
-
-def test_a_seal_is_written_to_its_end_or_not_at_all(job: Job, tmp_path: Path) -> None:
-    job.start(3, seals_while_another_fails, str(tmp_path / "checkpoints"))
-    job.expect("replacing", 0)
-    job.tell("fail", 2)
-    job.expect("left", 1, 2)
-    job.tell("go on", 0)
-    job.expect("left", 0)
-    assert job.wait() == [[5, "part-0", "part-1", "part-2"]] * 3
-
-
-def keeps_one(rank: Rank, root: str) -> Any:
-    @Wrapper(finalize=lambda state: rank.say("left"), **SETTINGS)
-    def train(call_wrapper: CallWrapper) -> Any:
+        n = call_wrapper.iteration
         checkpoints = Checkpoints(call_wrapper, root, keep=1)
-        if call_wrapper.iteration == 1:
+        if n == 2:
             return parts(checkpoints.newest())
         remove = checkpoints._remove_old
 
@@ -282,64 +199,46 @@ def keeps_one(rank: Rank, root: str) -> Any:
                 assert rank.hear() == "go on"
                 remove()
 
-        for step in (1, 2):
-            write(checkpoints, step, rank.slot)
-            if step == 2 and rank.slot == 0:
-                checkpoints._remove_old = late  # type: ignore[method-assign]
-            checkpoints.seal(step)
-        rank.say("sealed")
+        write(checkpoints, n, rank.slot)
+        os.replace = slowly if (n, rank.slot) == (0, 0) else replace
+        if (n, rank.slot) == (1, 0):
+            checkpoints._remove_old = late  # type: ignore[method-assign]
+        if (n, rank.slot) == (0, 2):
+            call_wrapper.store.barrier([2], f"seal(0) in {root}, seal 1", 3, checkpoints._timeout)
+        else:
+            checkpoints.seal(n)
         assert rank.hear() == "fail"
         raise ValueError
 
     return train()
 
 
-def test_who_is_late_removes_nothing(job: Job, tmp_path: Path) -> None:
+def test_a_seal_is_written_to_its_end_or_not_at_all_and_who_is_late_removes_nothing(
+    job: Job, tmp_path: Path
+) -> None:
     root = tmp_path / "checkpoints"
-    job.start(3, keeps_one, str(root))
-    job.expect("removes", 0)
-    job.tell("fail", 1)
-    job.expect("left", 1, 2)
-    job.tell("go on", 0)
-    assert job.wait() == [[2, "part-0", "part-1", "part-2"]] * 3
-    assert [entry.step for entry in folders.look(root).entries] == [2, 1]
+    job.start(3, is_interrupted, str(root))
+    for n, does in enumerate(("replacing", "removes")):
+        job.expect(does, 0)
+        job.tell("fail", 2)
+        job.expect("left", 1, 2, n=n)
+        job.tell("go on", 0)
+    assert job.wait() == [[1, "part-0", "part-1", "part-2"]] * 3
+    assert [entry.step for entry in folders.look(root).sealed] == [1, 0]
 
 
 # ---- bad input
 
 
-def passes(rank: Rank, cases: list[dict[str, Any]]) -> list[str]:
-    said = []
-
-    @Wrapper(**SETTINGS)
-    def train(call_wrapper: CallWrapper) -> None:
-        for arguments in cases:
-            try:
-                Checkpoints(**{"call_wrapper": call_wrapper, **arguments})
-            except JobAbort as error:
-                said.append(str(error))
-
-    train()
-    return said
-
-
-def test_bad_arguments_end_the_job_at_once(job: Job, tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.touch()
-    cases: list[tuple[dict[str, Any], str]] = [
-        ({"root": ""}, "root='' must name a folder"),
-        ({"root": 7}, "root=7 must be a path: a str or a pathlib.Path"),
-        ({"root": str(file)}, "is no folder; name one, which need not be there yet"),
-        ({"root": "r", "keep": 0}, "keep=0 is too small; it must be at least 1"),
-        ({"root": "r", "keep": "3"}, "keep='3' must be an int, not str"),
-        ({"root": "r", "timeout": 0}, "timeout=0 must be more than 0 seconds"),
-        ({"root": "r", "call_wrapper": None}, "call_wrapper=None must be the CallWrapper"),
-    ]
-    job.start(1, passes, [arguments for arguments, _ in cases])
-    [said] = job.wait()
-    assert len(said) == len(cases)
-    for text, (_, words) in zip(said, cases, strict=True):
-        assert words in text
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"root": ""}, "root='' must name a folder"),
+    ({"root": 7}, "root=7 must be a path: a str or a pathlib.Path"),
+    ({"root": __file__}, "is no folder; name one, which need not be there yet"),
+    ({"root": "r", "keep": 0}, "keep=0 is too small; it must be at least 1"),
+    ({"root": "r", "keep": "3"}, "keep='3' must be an int, not str"),
+    ({"root": "r", "timeout": 0}, "timeout=0 must be more than 0 seconds"),
+    ({"root": "r", "call_wrapper": None}, "call_wrapper=None must be the CallWrapper"),
+]
 
 
 def misuses(rank: Rank, root: str) -> Any:
@@ -354,6 +253,9 @@ def misuses(rank: Rank, root: str) -> Any:
         checkpoints = Checkpoints(call_wrapper, root)
         write(checkpoints, 1, 0)
         checkpoints.seal(1)
+        for arguments, words in BAD:
+            with pytest.raises(JobAbort, match=re.escape(words)):
+                Checkpoints(**{"call_wrapper": call_wrapper, **arguments})
         for call in (
             lambda: old[0].newest(),
             lambda: old[0].seal(1),
@@ -373,7 +275,7 @@ def misuses(rank: Rank, root: str) -> Any:
     return train()
 
 
-def test_misuse_is_told_with_the_way_out(job: Job, tmp_path: Path) -> None:
+def test_misuse_is_told_with_the_way_out_and_bad_arguments_end_the_job(job: Job, tmp_path: Path) -> None:
     root = str(tmp_path / "checkpoints")
     job.start(1, misuses, root)
     said = job.expect("told")[0]["said"]
@@ -420,16 +322,12 @@ def names_roots(rank: Rank, roots: list[list[str]]) -> Any:
     return train()
 
 
-@pytest.mark.parametrize("own", [["a", "c"], ["a/../b"]])
-def test_ranks_that_name_different_folders_end_the_job_at_once(
-    job: Job, tmp_path: Path, own: list[str]
-) -> None:
-    roots = [[str(tmp_path / name) for name in names] for names in (["a", "b"], own)]
+def test_ranks_that_name_different_folders_end_the_job_at_once(job: Job, tmp_path: Path) -> None:
+    roots = [[str(tmp_path / name) for name in names] for names in (["a", "b"], ["a", "a/../c"])]
     job.start(2, names_roots, roots)
     job.wait_for_end()
-    theirs, named = next((a, b) for a, b in zip(["a", "b"], own, strict=False) if a != b)
-    text = f"active rank 1 names root={os.path.abspath(tmp_path / named)!r}, active rank 0 "
-    assert text + repr(str(tmp_path / theirs)) in job[1].text
+    text = f"active rank 1 names root={str(tmp_path / 'c')!r}, active rank 0 {str(tmp_path / 'b')!r}"
+    assert text in job[1].text
     assert [process.error for process in job.ranks.values()] == ["JobEnded", "JobAbort"]
 
 
@@ -448,39 +346,6 @@ def names_all(rank: Rank, roots: list[str]) -> Any:
         return call_wrapper.iteration
 
     return train()
-
-
-def names_others(rank: Rank, root: str) -> Any:
-    logging.getLogger().addHandler(logging.StreamHandler())
-    logging.getLogger("ft_wrapper.checkpoints").setLevel(logging.DEBUG)
-
-    @Wrapper(**SETTINGS)
-    def train(call_wrapper: CallWrapper) -> Any:
-        checkpoints = Checkpoints(call_wrapper, root)
-        newest = checkpoints.newest()
-        assert newest == checkpoints.newest()
-        if call_wrapper.iteration == 0:
-            raise ValueError
-        return parts(newest)
-
-    return train()
-
-
-def test_what_is_passed_over_is_named_once(job: Job, tmp_path: Path) -> None:
-    root = tmp_path / "checkpoints"
-    above = folders.iteration_folder(root, 1, 0)
-    for step in (3, 4):
-        (above / f"checkpoint-{step}").mkdir(parents=True)
-    (above / "checkpoint-3" / folders.SEAL).touch()
-    (root / "notes").touch()
-    job.start(1, names_others, str(root))
-    assert job.wait() == [[3]]
-    for line in (
-        f"{above}/checkpoint-4 is passed over: it is not sealed",
-        f"{root}/notes is passed over: no run",
-    ):
-        assert job[0].log.count(line) == 1, job[0].log
-    assert f"goes on from {above}/checkpoint-3" in job[0].log
 
 
 # ---- two jobs
@@ -586,6 +451,3 @@ def test_a_run_that_another_job_has_taken_meanwhile_is_left_to_it(job: Job, tmp_
     assert folders.enter_run(root, "another") == 1
     job.tell("fail", 0)
     assert job.wait() == ["run-2/iteration-1/checkpoint-1"] * 2
-
-
-# ---- a full disk
