@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ft_wrapper import CallWrapper, Limits, Wrapper
 
-CALLS = 3
+CALLS = 2
 RANKS = 3
 
 
