@@ -15,7 +15,6 @@ from rank_harness import SETTINGS, Job, Rank
 from ft_wrapper import CallWrapper, Compose, Wrapper
 from ft_wrapper.rank_assignment import (
     ActivateAllRanks,
-    FilterCountGroupedByKey,
     Layer,
     RankAssignment,
     RankAssignmentCtx,
@@ -39,36 +38,28 @@ class MeetsOnTheStore(RankAssignment):
 
 
 class Stops(RankAssignment):
-    """Ends or stops its process when the rank assignment of iteration 1 runs; ``host``: its monitor first."""
+    """Stops slot 1 when the rank assignment of iteration 1 runs, or ends it, its monitor first."""
 
-    def __init__(self, victim: int, how: str) -> None:
-        self.victim, self.how = victim, how
+    def __init__(self, is_host_lost: bool) -> None:
+        self.is_host_lost = is_host_lost
 
     def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
-        if ctx.state.iteration == 1 and ctx.state.initial_rank == self.victim:
-            for child in psutil.Process().children() if self.how == "host" else ():
+        if ctx.state.iteration == 1 and ctx.state.initial_rank == 1:
+            for child in psutil.Process().children() if self.is_host_lost else ():
                 child.kill()
-            os.kill(os.getpid(), signal.SIGSTOP if self.how == "stop" else signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL if self.is_host_lost else signal.SIGSTOP)
             time.sleep(0.1)  # a stop may come a moment later
         return ctx
 
 
-ASSIGNMENTS: dict[str, Any] = {
-    "tree": lambda: Tree([Layer()]),
-    "filter": lambda: Compose(
-        ActivateAllRanks(), ShiftRanks(), FilterCountGroupedByKey("all", bool, timedelta(seconds=12))
-    ),
-    "own": lambda: Compose(ActivateAllRanks(), ShiftRanks(), MeetsOnTheStore()),
-}
-
-
-def trains(rank: Rank, which: str, victim: int, how: str) -> list[int]:
-    assignment = Compose(ASSIGNMENTS[which](), Stops(victim, how))
+def trains(rank: Rank, is_host_lost: bool) -> list[int]:
     settings = {**SETTINGS, "heartbeat_timeout": 2.0}
-    if how == "stop":
+    assignment: Any = Compose(ActivateAllRanks(), ShiftRanks(), MeetsOnTheStore())
+    if not is_host_lost:
         settings.update(soft_timeout=2.0, hard_timeout=4.0)
+        assignment = Tree([Layer()])
 
-    @Wrapper(**settings, rank_assignment=assignment)
+    @Wrapper(**settings, rank_assignment=Compose(assignment, Stops(is_host_lost)))
     def train(call_wrapper: CallWrapper) -> list[int]:
         n = call_wrapper.iteration
         rank.say("in", n=n)
@@ -83,21 +74,13 @@ def trains(rank: Rank, which: str, victim: int, how: str) -> list[int]:
     return train()
 
 
-@pytest.mark.parametrize(("which", "victim"), [("tree", 0), ("filter", 1), ("own", 0)])
-def test_the_others_go_on_without_a_rank_that_dies_in_a_rank_assignment(
-    job: Job, which: str, victim: int
+@pytest.mark.parametrize("is_host_lost", [False, True])
+def test_the_others_go_on_without_a_rank_that_is_lost_in_a_rank_assignment(
+    job: Job, is_host_lost: bool
 ) -> None:
-    job.start(3, trains, which, victim, "kill")
-    values = job.wait(killed=(victim,))
-    assert values == [[0, 2], [1, 2]]
+    """It is stopped in a tree's exchange; or its host is lost in a user's own, and nothing reports it.
 
-
-def test_the_others_go_on_without_a_rank_that_stops_in_a_rank_assignment(job: Job) -> None:
-    job.start(3, trains, "tree", 1, "stop")
-    assert job.wait(killed=(1,)) == [[0, 2], [1, 2]]
-
-
-def test_the_others_go_on_without_a_host_that_is_lost_in_a_rank_assignment(job: Job) -> None:
-    # Nothing reports it. Its neighbour hears no heartbeat, long before the exchange times out.
-    job.start(3, trains, "own", 1, "host")
+    Then its neighbour hears no heartbeat, long before the exchange times out.
+    """
+    job.start(3, trains, is_host_lost)
     assert job.wait(killed=(1,)) == [[0, 2], [1, 2]]
