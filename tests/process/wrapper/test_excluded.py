@@ -6,9 +6,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rank_harness import SETTINGS, Job, Rank, with_limits
+from rank_harness import Job, Rank
+from test_on_restart import trains as until_told
 
-from ft_wrapper import CallWrapper, Wrapper
 from ft_wrapper.monitor.shared_memory import RankMemory
 from ft_wrapper.restart import same_faults
 from ft_wrapper.store import StoreMixin
@@ -17,38 +17,12 @@ from ft_wrapper.store import StoreMixin
 def trains(rank: Rank, **settings: Any) -> int:
     """Slot 1 raises an error whenever it is told to; each ends at the word."""
     same_faults._FIRST_PAUSE = 0.0
-
-    @Wrapper(**with_limits(**{**SETTINGS, "rejoin": True, "join_window": 0.0, **settings}))
-    def train(call_wrapper: CallWrapper) -> int:
-        rank.say("in", n=call_wrapper.iteration, slot=rank.slot)
-        while not rank.is_told():
-            time.sleep(0.02)
-        word = rank.hear()
-        if word == "raise":
-            raise ValueError("told to")
-        return call_wrapper.iteration
-
-    return train()
+    return until_told(rank, on_restart=None, rejoin=True, join_window=0.0, **settings)
 
 
 def line(job: Job, words: str) -> str:
     (found,) = (each for one in job.ranks.values() for each in one.log.splitlines() if words in each)
     return found
-
-
-def test_a_slot_that_raises_three_times_leaves_and_a_spare_takes_over(job: Job) -> None:
-    job.start(3, trains, active_world_size=2, max_faults=3, max_same_faults=None)
-    for n in range(3):
-        job.expect("in", 0, 1, n=n)
-        job.tell("raise", 1)
-    job.expect("in", 0, 2, n=3)
-    job.tell("finish", 0, 2)
-    job.wait_for_end()
-    assert (job[0].value, job[2].value) == (3, 3)
-    assert (job[1].error, job[1].text.partition(" on ")[0]) == ("RankExcluded", "slot 1")
-    said = line(job, "restart 3: ")
-    assert "slot 1 on " in said and "is excluded, after 3 faults within 3600 s (max_faults=3)" in said
-    assert "spare slot 2 took over as rank 1" in said
 
 
 def tells_whether_it_leaves(rank: Rank) -> int:
@@ -62,24 +36,29 @@ def tells_whether_it_leaves(rank: Rank) -> int:
 
     RankMemory.close = tell  # type: ignore[method-assign]
     settings = {"on_join": "now", "rejoin_wait": 0.0, "max_same_faults": None}
-    return trains(rank, active_world_size=2, max_faults=2, **settings)
+    return trains(rank, active_world_size=2, max_faults=3, **settings)
 
 
-def test_the_agent_is_told_that_an_excluded_one_is_not_missed(job: Job) -> None:
-    """Neither the one that was in the job, nor the next process of a slot."""
+def test_a_slot_that_raises_three_times_leaves_and_a_spare_takes_over(job: Job) -> None:
+    """The agent is told that it is not missed: nor is the next process of the slot."""
     job.start(3, tells_whether_it_leaves)
-    for n in range(2):
+    for n in range(3):
         job.expect("in", 0, 1, n=n)
         job.tell("raise", 1)
     job.expect("leaves", 1)
+    job.expect("in", 0, 2, n=3)
     job.wait_for_end(1)
+    assert (job[1].error, job[1].text.partition(" on ")[0]) == ("RankExcluded", "slot 1")
+    said = line(job, "restart 3: ")
+    assert "slot 1 on " in said and "is excluded, after 3 faults within 3600 s (max_faults=3)" in said
+    assert "spare slot 2 took over as rank 1" in said
     job.start_again(1)
     job.expect("leaves", 1)
     job.wait_for_end(1)
     assert job[1].error == "RankExcluded"
-    job.expect("in", 0, 2, n=2)
     job.tell("finish", 0, 2)
     job.wait_for_end()
+    assert (job[0].value, job[2].value) == (3, 3)
 
 
 def comes_later(rank: Rank, *, repaired: str) -> int:
