@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import itertools
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -71,21 +70,6 @@ AROUND: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
 
 def made(base: str, around: str) -> Callable[..., Any]:
     return AROUND[around](BASES[base])
-
-
-def is_wrapped(rank: Rank) -> Any:
-    results = []
-    for base, around in zip(BASES, itertools.cycle(AROUND), strict=False):
-        # At another address on each rank.
-        unused = [object() for _ in range(5000 * rank.slot + 1)]
-        results.append(Wrapper(**SETTINGS, rejoin=True)(made(base, around))(1, two=2))
-        del unused
-    return results
-
-
-def test_every_form_is_called_with_its_call_wrapper_on_all_ranks(job: Job) -> None:
-    job.start(2, is_wrapped)
-    assert job.wait() == [[[3, True]] * len(BASES)] * 2
 
 
 def first(call_wrapper: CallWrapper, one: int | None, two: int = 5) -> list[Any]:

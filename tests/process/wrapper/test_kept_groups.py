@@ -67,12 +67,6 @@ def reduces(rank: Rank, restarts: int, kills: int, **settings: Any) -> list[int]
     return result
 
 
-def test_groups_are_made_again_unless_asked(job: Job) -> None:
-    job.start(2, reduces, 2, -1)
-    assert job.wait() == [[2, 2, 3]] * 2
-    assert MAKES_AGAIN not in job[0].log
-
-
 @pytest.mark.skipif(hasattr(dist, "_reconfigure"), reason="this torch can keep them")
 def test_where_torch_cannot_keep_them_the_log_says_so_once(job: Job) -> None:
     job.start(2, reduces, 3, -1, keep_groups=True)
