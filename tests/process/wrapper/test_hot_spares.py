@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,42 +54,6 @@ def test_a_spare_waits_at_no_cost_and_returns_none(job: Job) -> None:
     assert not job[1].said("in")
 
 
-# ---- a spare whose host is lost
-
-
-def misses_a_spare(rank: Rank) -> Any:
-    settings = {**SETTINGS, "active_world_size": 2, "heartbeat_timeout": 3.0}
-
-    @Wrapper(**with_limits(**settings))
-    def train(call_wrapper: CallWrapper) -> list[Any]:
-        rank.say("in", n=call_wrapper.iteration)
-        if call_wrapper.iteration > 0:
-            return [(record.rank, record.interruption.name) for record in call_wrapper.faults]
-        if rank.slot == 0:
-            rank.train()
-        monitors_log = Path(SETTINGS["monitor_process_logfile"])
-        while "a spare, has sent no heartbeat" not in monitors_log.read_text():
-            time.sleep(0.02)
-        rank.say("noticed")
-        assert rank.hear() == "raise"
-        raise RuntimeError
-
-    return train()
-
-
-def test_the_loss_of_a_spares_host_ends_nothing(job: Job) -> None:
-    """No one has seen its death; it falls silent. The next restart goes on without it."""
-    job.start(3, misses_a_spare)
-    job.expect("in", 0, 1, n=0)
-    job.lose_hosts(2)
-    job.expect("noticed", 1)
-    assert [len(job[slot].said("in")) for slot in (0, 1)] == [1, 1]
-    job.tell("raise", 1)
-    job.expect("in", 0, 1, n=1)
-    values = job.wait(killed=(2,))
-    assert values == [[[-1, "UNRESPONSIVE"], [1, "EXCEPTION"]]] * 2
-
-
 # ---- taking over
 
 
@@ -136,30 +98,3 @@ def test_a_spare_takes_the_place_of_rank_0_and_another_one_that_of_the_next(job:
     [line] = [line for slot in range(4) for line in job[slot].log.splitlines() if "restart 2: " in line]
     assert f" restart 2: rank 0 (slot 1 on {os.uname().nodename} pid {job[1].pid}) died" in line
     assert "; spare slot 3 took over as rank 1; 2 active + 0 spare ranks, back in " in line
-
-
-def finishes_and_dies(rank: Rank, active: int) -> Any:
-    settings = {**SETTINGS, "active_world_size": active}
-
-    @Wrapper(**with_limits(**settings))
-    def train(call_wrapper: CallWrapper) -> str:
-        rank.say("in")
-        word = rank.hear()
-        rank.say("heard")
-        return f"{word} {os.environ['RANK']}"
-
-    return train()
-
-
-def test_a_rank_that_finished_starts_again_when_another_one_dies(job: Job) -> None:
-    job.start(3, finishes_and_dies, 2)
-    job.expect("in", 0, 1)
-    job.tell("first", 0)
-    job.expect("heard", 0)  # or it would hear that word in the next iteration
-    job.send_signal(1, signal.SIGKILL)
-    job.expect("in", 0, 2)
-    job.tell("second", 0, 2)
-    assert job.wait(killed=(1,)) == ["second 0", "second 1"]
-
-
-# ---- deaths while the others restart
