@@ -8,6 +8,7 @@ import os
 import subprocess
 import threading
 import time
+from datetime import timedelta
 from typing import Any
 
 import psutil
@@ -28,18 +29,18 @@ def lives(pid: int) -> bool:
         return False
 
 
-def has_children(rank: Rank, abort: str) -> Any:
-    """Which of all kinds of children live in the next iteration."""
+def has_children(rank: Rank) -> Any:
+    """Which of all kinds of children live in the next iteration; each rank has another abort."""
     before = FORK.Process(target=time.sleep, args=(1000,))
     before.start()
     started: dict[str, Any] = {"before the call": before}
     kept: list[int] = []
     pools: list[concurrent.futures.ProcessPoolExecutor] = []
-    settings: dict[str, Any] = {
-        "default": {},
-        "spare": {"abort": AbortProcesses(keep=lambda process: process.pid in kept)},
-        "find": {"abort": AbortProcesses(processes=lambda: [before.pid, started["Popen"].pid])},
-    }[abort]
+    settings: dict[str, Any] = [
+        {},
+        {"abort": AbortProcesses(keep=lambda process: process.pid in kept)},
+        {"abort": AbortProcesses(processes=lambda: [before.pid, started["Popen"].pid])},
+    ][rank.slot]
 
     @Wrapper(**SETTINGS, **settings)
     def train(call_wrapper: CallWrapper) -> dict[str, bool]:
@@ -52,6 +53,7 @@ def has_children(rank: Rank, abort: str) -> Any:
             pools.append(concurrent.futures.ProcessPoolExecutor(1, FORK))  # else it ends by itself
             started["pool's"] = pools[0].submit(os.getpid).result()
             kept.append(started["child"].pid)
+            call_wrapper.store.barrier([rank.slot], "all have theirs", 3, timedelta(minutes=1))
             raise ValueError
         pids = {name: getattr(child, "pid", child) for name, child in started.items()}
         return {name: lives(pid) for name, pid in pids.items()}
@@ -69,18 +71,11 @@ def has_children(rank: Rank, abort: str) -> Any:
                 child.join()
 
 
-@pytest.mark.parametrize(
-    ("abort", "lost"),
-    [
-        ("default", {"daemon", "child", "pool's"}),
-        ("spare", {"daemon", "pool's"}),
-        ("find", {"before the call", "Popen"}),
-    ],
-)
-def test_the_functions_children_end_with_the_iteration(job: Job, abort: str, lost: set[str]) -> None:
-    job.start(1, has_children, abort)
+def test_the_functions_children_end_with_the_iteration(job: Job) -> None:
+    job.start(3, has_children)
     job.wait_for_end(leftovers=False)
-    assert {name for name, lived in job[0].value.items() if not lived} == lost
+    lost = [{name for name, lived in job[slot].value.items() if not lived} for slot in range(3)]
+    assert lost == [{"daemon", "child", "pool's"}, {"daemon", "pool's"}, {"before the call", "Popen"}]
 
 
 def leaves_an_executor(rank: Rank, ends_before: bool, calls: int) -> Any:
