@@ -118,41 +118,6 @@ def test_a_mesh_of_an_earlier_iteration_is_one_warning_and_its_holder_is_found(j
         assert job[slot].log.count("alive, with their memory: 1 DeviceMesh; ft_wrapper.find_leaks()") == 1
 
 
-def keeps_what_it_trained(rank: Rank) -> list[Any]:
-    """A model in a local variable of the function's caller, and a group that it has destroyed itself."""
-    models: list[Any] = []
-    library: Any = types.ModuleType("mylib")
-    sys.modules["mylib"] = library
-
-    @Wrapper(**with_limits(**settings()))
-    def train(call_wrapper: CallWrapper) -> list[Any]:
-        dist.init_process_group("gloo")
-        if call_wrapper.iteration == 0:
-            models.append(DistributedDataParallel(torch.nn.Linear(8, 8)))
-            library.group = dist.new_group([0, 1])
-        dist.barrier()
-        if call_wrapper.iteration == 0:
-            dist.destroy_process_group()
-            raise ValueError("as planned")
-        return [(each.kind, each.referrer) for each in ft_wrapper.find_leaks() if not each.within]
-
-    try:
-        return train()
-    finally:
-        del sys.modules["mylib"]
-
-
-def test_models_and_groups_are_found_too(job: Job) -> None:
-    job.start(2, keeps_what_it_trained)
-    for found in job.wait():
-        (model, way), group = sorted(found)
-        assert model == "DistributedDataParallel"
-        assert way.startswith("models[0] in "), way
-        assert group == ["ProcessGroup", "mylib.group"]
-    for slot in range(2):
-        assert "earlier iterations" not in job[slot].log, "after one restart it is too soon to say"
-
-
 # ---- what stays on purpose
 
 
