@@ -18,74 +18,36 @@ def kinds_of(call_wrapper: CallWrapper) -> list[Any]:
     return [[record.rank, record.interruption.name] for record in call_wrapper.faults]
 
 
-# ---- the death of a process
-
-
-def goes_on_alone(rank: Rank) -> Any:
-    @Wrapper(**SETTINGS)
-    def train(call_wrapper: CallWrapper) -> list[Any]:
-        rank.say("in", world=os.environ["WORLD_SIZE"], faults=kinds_of(call_wrapper))
-        if os.environ["WORLD_SIZE"] == "1":
-            return [call_wrapper.iteration, os.environ["RANK"], os.getpid()]
-        return rank.hang()
-
-    return train()
-
-
-def test_the_last_rank_goes_on_alone(job: Job) -> None:
-    job.start(3, goes_on_alone)
-    job.expect("in", world="3", faults=[])
-    job.send_signal(0, signal.SIGKILL)
-    job.expect("in", 1, 2, world="2", faults=[[0, "TERMINATED"]])
-    job.send_signal(1, signal.SIGKILL)
-    assert job.wait(killed=(0, 1)) == [[2, "0", job[2].pid]]
-
-
 # ---- host or network lost
 
 
-def is_cut_off(rank: Rank) -> Any:
+def loses_hosts(rank: Rank) -> Any:
     @Wrapper(**{**SETTINGS, "heartbeat_timeout": 2.0})
     def train(call_wrapper: CallWrapper) -> list[Any]:
-        rank.say("in", n=call_wrapper.iteration)
-        if call_wrapper.iteration == 0:
+        n = call_wrapper.iteration
+        rank.say("in", n=n, faults=kinds_of(call_wrapper))
+        if n == 0:
             rank.train()
-        assert rank.hear() == "finish"
-        return [record.interruption.name for record in call_wrapper.faults]
-
-    return train()
-
-
-def test_a_silent_rank_is_gone_on_without(job: Job) -> None:
-    job.start(3, is_cut_off)
-    job.expect("in", n=0)
-    job.lose_hosts(2)
-    job.expect("in", 0, 1, n=1)
-    job.tell("finish", 0, 1)
-    assert job.wait(killed=(2,)) == [["UNRESPONSIVE"]] * 2
-
-
-def raises_beside_a_lost_host(rank: Rank) -> Any:
-    @Wrapper(**{**SETTINGS, "heartbeat_timeout": 2.0})
-    def train(call_wrapper: CallWrapper) -> None:
-        rank.say("in", n=call_wrapper.iteration)
-        if call_wrapper.iteration == 0:
+        if n == 1:
             assert rank.hear() == "raise"
             raise RuntimeError("connection reset by peer")
+        return n
 
     return train()
 
 
-def test_the_line_names_the_lost_host_and_not_what_failed_in_its_wake(job: Job) -> None:
-    """No one was there to tell of it, and the iteration had ended when the others missed it."""
-    job.start(3, raises_beside_a_lost_host)
+def test_a_silent_rank_is_gone_on_without_and_named_before_what_failed_in_its_wake(job: Job) -> None:
+    """No one is there to tell of it; the second time the iteration has ended when the others miss it."""
+    job.start(4, loses_hosts)
     job.expect("in", n=0)
+    job.lose_hosts(3)
+    job.expect("in", 0, 1, 2, n=1, faults=[[-1, "UNRESPONSIVE"]])
     job.lose_hosts(2)
     job.tell("raise", 0)
-    job.wait_for_end()
-    (line,) = [line for slot in (0, 1) for line in job[slot].log.splitlines() if "restart 1:" in line]
+    assert job.wait(killed=(2, 3)) == [2, 2]
+    (line,) = [line for slot in (0, 1) for line in job[slot].log.splitlines() if "restart 2:" in line]
     culprit = f"slot 2 (on {os.uname().nodename} pid {job[2].pid}) stopped answering: evicted"
-    assert f"restart 1: {culprit} (and 1 fault in its wake); no spare stepped in" in line
+    assert f"restart 2: {culprit} (and 1 fault in its wake); no spare stepped in" in line
 
 
 class HangingAbort(Abort):
@@ -227,6 +189,3 @@ def has_a_stuck_monitor(rank: Rank) -> Any:
 def test_a_monitor_that_is_stuck_in_the_end_holds_nobody_up(job: Job) -> None:
     job.start(2, has_a_stuck_monitor)
     assert job.wait() == ["0", "1"]
-
-
-# ---- a spare
