@@ -118,27 +118,6 @@ def test_a_job_that_has_not_formed() -> None:
     assert json.loads(found.to_json())["iteration"] is None
 
 
-def test_a_job_whose_nodes_have_not_met_is_watched_until_they_have() -> None:
-    node = Node("7", address="here")
-    half = RendezvousRecord(2, 2, seats=(Seat(None, 0, 1, "default", node, "7"),))
-    with contextlib.ExitStack() as opened:
-        server = opened.enter_context(contextlib.closing(TCPStoreServer(0)))
-        endpoint = f"localhost:{server.port}"
-        store = opened.enter_context(contextlib.closing(connect(endpoint, timedelta(seconds=10))))
-        register = RecordRegister(store, RendezvousRecord(2, 2))
-        first, _ = register.replace(register.read(), half)
-        statuses = stores.follow(endpoint, 60.0, opened)
-        found = next(statuses)
-        assert (found.state, [one.group_rank for one in found.nodes]) == (NOT_FORMED, [None])
-        whole = dataclasses.replace(
-            half, complete=True, seats=(dataclasses.replace(half.seats[0], group_rank=0),)
-        )
-        store.set(endpoint_key(0), endpoint)
-        register.replace(first, whole)
-        found = next(statuses)
-        assert (found.state, [one.group_rank for one in found.nodes]) == (NOT_FORMED, [0])
-
-
 @pytest.mark.parametrize("stays", [False, True], ids=["its store ends", "its store stays"])
 def test_a_job_that_goes_to_another_round_is_watched_there(
     stays: bool, monkeypatch: pytest.MonkeyPatch
