@@ -50,7 +50,7 @@ class Shards(torch.utils.data.Dataset[int]):
         return index
 
 
-def loads(rank: Rank, kind: str, seconds: float | None, is_protected: bool, soft_timeout: float) -> Any:
+def loads(rank: Rank, kind: str, seconds: float | None, soft_timeout: float) -> Any:
     """Rank 2 waits for its loader, the others in a collective for rank 2."""
     if kind == "torchdata":
         from torchdata.stateful_dataloader import StatefulDataLoader as Loader
@@ -69,13 +69,8 @@ def loads(rank: Rank, kind: str, seconds: float | None, is_protected: bool, soft
             for number in range(4):
                 if number == 2:
                     received.set()
-                if is_protected:
-                    next(batches)
-                    dist.barrier()
-                else:
-                    with call_wrapper.disable_hang_protection():
-                        next(batches)
-                        dist.barrier()
+                next(batches)
+                dist.barrier()
         kinds = [[record.rank, record.interruption.name] for record in call_wrapper.faults]
         return [call_wrapper.iteration, os.getpid(), kinds]
 
@@ -93,7 +88,7 @@ def values(job: Job) -> list[Any]:
 
 @pytest.mark.parametrize("kind", LOADERS)
 def test_torchs_error_for_a_killed_worker_is_a_fault_of_its_rank(job: Job, kind: str) -> None:
-    job.start(3, loads, kind, None, True, 20.0)
+    job.start(3, loads, kind, None, 20.0)
     assert [value[:2] for value in values(job)] == [[1, job[slot].pid] for slot in range(3)]
     logs = "".join(job[slot].log for slot in range(3))
     says = "raised RuntimeError: DataLoader worker"
@@ -102,14 +97,9 @@ def test_torchs_error_for_a_killed_worker_is_a_fault_of_its_rank(job: Job, kind:
 
 
 def test_a_worker_that_does_not_answer_is_a_hang_and_no_process_is_ended(job: Job) -> None:
-    job.start(3, loads, "torch", 1000.0, True, 1.5)
+    job.start(3, loads, "torch", 1000.0, 1.5)
     ended = values(job)
     assert [value[:2] for value in ended] == [[1, job[slot].pid] for slot in range(3)]
     assert all([2, "SOFT_TIMEOUT"] in value[2] for value in ended)
     logs = "".join(job[slot].log for slot in range(3))
     assert re.search(r"restart 1: rank 2 \(.*?\) did not come to \w+ #\d+ of group 0, ", logs)
-
-
-def test_all_may_wait_for_a_slow_batch_without_hang_protection(job: Job) -> None:
-    job.start(3, loads, "torch", 3.0, False, 1.5)
-    assert [value[0] for value in values(job)] == [0, 0, 0]
