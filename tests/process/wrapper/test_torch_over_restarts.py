@@ -8,19 +8,18 @@ import os
 import signal
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint
 from rank_harness import SETTINGS, Job, Rank, with_limits
-from support.torch_versions import needs_async_save_processes
 
 from ft_wrapper import CallWrapper, Wrapper
-from ft_wrapper.abort import AbortTorchDistributed
 from ft_wrapper.exception import RestartAbort
 from ft_wrapper.monitor.frames import checkpoint_failure
+from ft_wrapper.restart import call
 from ft_wrapper.state import FrozenState
 from ft_wrapper.store import StoreMixin
 
@@ -36,8 +35,10 @@ def settings() -> dict[str, Any]:
 # ---- torch's own state
 
 
-def leaves_gradients_off(rank: Rank) -> Any:
+def leaves_things_behind(rank: Rank) -> Any:
+    """Leaves gradients off; and models, since it wants no collection."""
     before, after = [], []
+    models: list[weakref.ref[torch.nn.Module]] = []
 
     def note(state: FrozenState) -> None:
         before.append(torch.is_grad_enabled())
@@ -46,20 +47,26 @@ def leaves_gradients_off(rank: Rank) -> Any:
         after.append(torch.is_grad_enabled())
         torch._C._set_grad_enabled(False)
 
-    @Wrapper(**with_limits(initialize=note, finalize=leave_off, **settings()))
-    def train(call_wrapper: CallWrapper) -> bool:
-        enabled = torch.is_grad_enabled()
+    @Wrapper(**with_limits(initialize=note, finalize=leave_off, collect_garbage=False, **settings()))
+    def train(call_wrapper: CallWrapper) -> list[Any]:
+        enabled, alive = torch.is_grad_enabled(), sum(model() is not None for model in models)
         torch._C._set_grad_enabled(False)  # as an interrupt in the midst of `no_grad.__exit__` does
+        model = torch.nn.Linear(8, 8)
+        model.own = [model]  # only a collector frees it
+        models.append(weakref.ref(model))
         if call_wrapper.iteration < 2:
             raise ValueError
-        return enabled
+        return [enabled, alive]
 
+    gc.disable()  # nothing but the wrapper collects
     return [train(), before, all(after)]
 
 
-def test_torchs_state_is_put_back_before_each_entry(job: Job) -> None:
-    job.start(2, leaves_gradients_off)
-    assert job.wait() == [[True, [True, True, True], True]] * 2
+def test_torchs_state_is_put_back_before_each_entry_and_the_collector_left_to_the_user(job: Job) -> None:
+    job.start(2, leaves_things_behind)
+    for (enabled, alive), before, after in job.wait():
+        assert (enabled, before, after) == (True, [True, True, True], True)
+        assert alive >= 1  # one may hear of a fault before it is in
     assert job[0].log.count("the function left torch's state changed") == 1
 
 
@@ -95,12 +102,19 @@ def test_every_ranks_rows_are_its_own_after_ranks_have_moved(job: Job) -> None:
 
 def compiles(rank: Rank) -> Any:
     def step(x: torch.Tensor) -> torch.Tensor:
+        if not dist.is_initialized():  # a constant in compiled code
+            return x
         return x * 0 + dist.get_rank() + 10 * dist.get_world_size()
+
+    def warm_up() -> None:
+        compiled(torch.ones(1))
+        rank.say("warm")
 
     compiled = torch.compile(step, backend="eager")
     torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))  # imports
+    call._WARMS_UP_AFTER = 0.0
 
-    @Wrapper(**with_limits(rejoin=True, active_world_size=2, **settings()))
+    @Wrapper(**with_limits(rejoin=True, active_world_size=2, warm_up=warm_up, **settings()))
     def train(call_wrapper: CallWrapper) -> list[Any]:
         from torch._dynamo.utils import counters
 
@@ -126,15 +140,16 @@ def compiles(rank: Rank) -> Any:
 
 
 def test_compiled_code_that_asks_for_its_rank_is_compiled_again_if_that_has_moved(job: Job) -> None:
-    """What is under test is dynamo's, so no other compiler is used."""
+    """What is under test is dynamo's, so no other compiler is used. A spare has compiled in its warm-up."""
     job.start(3, compiles)
+    job.expect("warm", 2)
     job.expect("in", 0, 1, n=1)
     job.send_signal(0, signal.SIGKILL)
     moved, promoted = job.wait(killed=(0,))
-    # An exception moves no rank: the compiled code is kept. Rank 1 has become rank 0: it compiles again.
+    # An exception moves no rank: the compiled code is kept. Rank 1 has become rank 0: both compile again.
     assert moved == [[0, True, True], [1, True, False], [2, True, True]]
     assert promoted == [[2, True, True]]
-    assert "; rank 0 will compile again; 2 active" in job[1].log + job[2].log
+    assert "; ranks 0, 1 will compile again; 2 active" in job[1].log + job[2].log
     assert (job[1].log + job[2].log).count("will compile again") == 1
 
 
@@ -151,20 +166,30 @@ class FullDisk(torch.distributed.checkpoint.FileSystemWriter):
 
 
 def saves(rank: Rank, path: str) -> Any:
+    from torch.distributed.checkpoint import _async_process_executor as executor
+
     @Wrapper(**with_limits(**settings()))
     def train(call_wrapper: CallWrapper) -> list[Any]:
         dist.init_process_group("gloo")
         state = {"weight": torch.ones(2)}
         if call_wrapper.iteration == 0:
+            process = SimpleNamespace(kill=lambda: rank.say("killed"), join=lambda timeout: None)
+            executor._CHECKPOINT_PROCESS = SimpleNamespace(_save_process=process)  # of an async_save
             torch.distributed.checkpoint.save(state, storage_writer=FullDisk(path))
-        return [call_wrapper.iteration, call_wrapper.faults[0].interruption.name]
+        return [
+            call_wrapper.iteration,
+            call_wrapper.faults[0].interruption.name,
+            executor._CHECKPOINT_PROCESS,
+        ]
 
     return train()
 
 
-def test_a_full_disk_is_a_fault_like_others(job: Job, tmp_path: Path) -> None:
+def test_a_full_disk_is_a_fault_like_others_and_a_process_that_saves_goes(job: Job, tmp_path: Path) -> None:
+    """That process has a group with a process that may be gone, and would fail all saves to come."""
     job.start(2, saves, str(tmp_path / "checkpoint"))
-    assert job.wait() == [[1, "EXCEPTION"]] * 2
+    assert job.wait() == [[1, "EXCEPTION", None]] * 2
+    assert [len(job[slot].said("killed")) for slot in (0, 1)] == [1, 1]
     logs = job[0].log + job[1].log
     assert "raised RuntimeError: CheckpointException: rank 1: OSError: [Errno 28] No space left" in logs
     assert "in write_data" in logs  # where it was raised
@@ -174,78 +199,6 @@ def test_another_base_exception_is_not_taken_for_a_checkpoint_failure() -> None:
     assert checkpoint_failure(KeyboardInterrupt()) is None
 
 
-def saves_in_a_process(rank: Rank, folder: str) -> Any:
-    from torch.distributed.checkpoint import _async_process_executor as executor
-    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-
-    # `AbortProcesses`, part of the default, would end the process, which then had but to be forgotten.
-    @Wrapper(**with_limits(abort=AbortTorchDistributed(), **settings()))
-    def train(call_wrapper: CallWrapper) -> list[Any]:
-        dist.init_process_group("gloo")
-        n = call_wrapper.iteration
-        saving: Any = torch.distributed.checkpoint.async_save(
-            {"weight": torch.full((2,), float(n))},
-            checkpoint_id=f"{folder}/{n}",
-            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-        )
-        try:
-            saving.result()
-        except Exception as error:
-            return [n, repr(error)]
-        if n == 0:
-            assert executor._CHECKPOINT_PROCESS is not None
-            processes.append(executor._CHECKPOINT_PROCESS._save_process)
-            rank.say("saved")
-            rank.train()
-        loaded = {"weight": torch.zeros(2)}
-        torch.distributed.checkpoint.load(loaded, checkpoint_id=f"{folder}/{n}")
-        return [n, loaded["weight"].tolist(), [process.is_alive() for process in processes]]
-
-    processes: list[Any] = []
-    return train()
-
-
-@needs_async_save_processes
-@pytest.mark.nightly(
-    "such a process is ended in tests/process/torch_state/test_compiled_and_garbage.py always"
-)
-def test_a_process_that_writes_checkpoints_for_async_save_goes_with_its_ranks(
-    job: Job, tmp_path: Path
-) -> None:
-    job.start(2, saves_in_a_process, str(tmp_path))
-    job.expect("saved", 0, 1)
-    job.send_signal(1, signal.SIGKILL)
-    job.wait_for_end(leftovers=False)  # the last one ends with the rank
-    # The first one has a group with a process that is gone, and would fail this save and all others.
-    assert job[0].value == [1, [1.0, 1.0], [False]]
-
-
-# ---- old models
-
-
-def makes_models(rank: Rank) -> Any:
-    models: list[weakref.ref[torch.nn.Module]] = []
-    alive: list[int] = []
-
-    @Wrapper(**with_limits(collect_garbage=False, max_same_faults=None, **settings()))
-    def train(call_wrapper: CallWrapper) -> list[int]:
-        alive.append(sum(model() is not None for model in models))
-        model = torch.nn.Linear(8, 8)
-        model.own = [model]  # only a collector frees it
-        models.append(weakref.ref(model))
-        if call_wrapper.iteration < 3:
-            raise ValueError
-        return alive
-
-    gc.disable()  # nothing but the wrapper collects
-    return train()
-
-
-def test_the_collector_can_be_left_to_the_user(job: Job) -> None:
-    job.start(1, makes_models)
-    assert job.wait() == [[0, 1, 2, 3]]
-
-
 # ---- after a call
 
 
@@ -253,7 +206,9 @@ class Argument:
     """Of the wrapped function."""
 
 
-def leaves_nothing(rank: Rank, how: str) -> None:
+def leaves_nothing(rank: Rank) -> None:
+    """In the end slot 1 raises, and then slot 0 returns."""
+
     def stores() -> int:
         return sum(isinstance(thing, StoreMixin | dist.Store) for thing in gc.get_objects())
 
@@ -268,8 +223,10 @@ def leaves_nothing(rank: Rank, how: str) -> None:
         dist.barrier()
         if call_wrapper.iteration == 0:
             raise ValueError
-        if how == "raises":
+        if rank.slot == 1:
             raise RestartAbort
+        if call_wrapper.iteration == 1:
+            rank.train()
 
     gc.collect()
     gc.disable()
@@ -280,15 +237,12 @@ def leaves_nothing(rank: Rank, how: str) -> None:
         pass
     del argument
     rank.say("kept", refs=[repr(ref()) for ref in kept if ref() is not None], stores=stores() - before)
-    if how == "raises":
+    if rank.slot == 1:
         raise RestartAbort
 
 
-@pytest.mark.parametrize(
-    "how", ["returns", pytest.param("raises", marks=pytest.mark.nightly("a call that returns runs always"))]
-)
-def test_nothing_is_kept_after_a_call(job: Job, how: str) -> None:
-    job.start(2, leaves_nothing, how)
+def test_nothing_is_kept_after_a_call(job: Job) -> None:
+    job.start(2, leaves_nothing)
     job.wait_for_end()
     for slot in range(2):
         (kept,) = job[slot].said("kept")
