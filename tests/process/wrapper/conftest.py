@@ -9,28 +9,27 @@ from rank_harness import Job, Template
 from rejoin_job import Training, training
 
 # What a store promises is tested on every kind of store in tests/process/store. Of the jobs those run on etcd
-# too that ask most of the store, with deaths and joins above all.
+# too that ask most of the store, with deaths and joins above all; and at night some more.
 ON_ETCD = {
     "test_all_processes_die_and_come_back",
+    "test_nothing_is_kept_after_a_call",
+    "test_ranks_go_on_from_the_newest_sealed_one",
+    "test_the_proposer_is_killed_while_it_advances_and_comes_back",
+    "test_the_status_of_a_job_from_its_begin_to_its_end",
+}
+AT_NIGHT = {
     "test_a_plain_init_process_group_works_in_every_iteration",
     "test_a_spare_takes_the_place_of_rank_0_and_another_one_that_of_the_next",
     "test_calls_follow_each_other_without_the_lost_ranks",
-    "test_each_time_another_rank_fails",
-    "test_it_never_leaves_the_call",
-    "test_nothing_is_kept_after_a_call",
-    "test_ranks_go_on_from_the_newest_sealed_one",
-    "test_ranks_that_never_come_are_named",
-    "test_the_last_rank_goes_on_alone",
     "test_the_order_and_the_states",
-    "test_the_others_go_on_without_a_rank_that_dies_in_a_rank_assignment",
-    "test_the_others_go_on_without_one_that_is_gone_between_two_calls",
-    "test_the_proposer_is_killed_while_it_advances_and_comes_back",
-    "test_the_status_of_a_job_from_its_begin_to_its_end",
+    "test_the_others_go_on_without_a_rank_that_is_lost_in_a_rank_assignment",
+    "test_the_others_go_on_without_those_that_are_gone_between_two_calls",
+    "test_too_few_files_and_ranks_that_never_come_are_named",
 }
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    run_on_stores(metafunc, ON_ETCD)
+    run_on_stores(metafunc, ON_ETCD, AT_NIGHT)
 
 
 @pytest.fixture(scope="package")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from rank_harness import Job, Template, running
+from support import nightly
 
 from ft_wrapper.store.address import EtcdAddress
 from ft_wrapper.store.etcd_client import EtcdClient
@@ -25,15 +26,18 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("job", ["tcp"] if tcp_only else ["tcp", "etcd"], indirect=True)
 
 
-def run_on_stores(metafunc: pytest.Metafunc, on_etcd: Collection[str]) -> None:
+def run_on_stores(metafunc: pytest.Metafunc, on_etcd: Collection[str], at_night: Collection[str]) -> None:
     """For ``pytest_generate_tests``: gives each test that asks for a `job` one on a TCPStore.
 
     Args:
         metafunc: the test.
         on_etcd: names of the tests that get one on etcd as well.
+        at_night: of those that do so at night.
     """
     if "job" in metafunc.fixturenames:
-        stores = ["tcp", "etcd"] if metafunc.function.__name__ in on_etcd else ["tcp"]
+        name = metafunc.function.__name__
+        night = nightly.at_night("it runs on a TCPStore always", ["etcd"] if name in at_night else [])
+        stores = ["tcp", *(["etcd"] if name in on_etcd else []), *night]
         metafunc.parametrize("job", stores, indirect=True)
 
 
