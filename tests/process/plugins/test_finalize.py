@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -18,29 +17,19 @@ STATE = FrozenState(rank=3, world_size=4)
 LIMIT = timedelta(seconds=30)
 
 
-@pytest.mark.parametrize(
-    ("args", "kwargs", "got"),
-    [((), None, ((), {})), ((1, 2), {"key": 3}, ((1, 2), {"key": 3})), (None, None, ((), {}))],
-)
-def test_it_calls_the_function_in_another_thread(args: Any, kwargs: Any, got: Any) -> None:
+def test_it_calls_the_function_in_another_thread_at_every_restart() -> None:
     calls: list[Any] = []
 
     def fn(*args: Any, **kwargs: Any) -> None:
         calls.append(((args, kwargs), threading.current_thread()))
 
-    assert ThreadedFinalize(LIMIT, fn, args, kwargs)(STATE) is STATE
-    ((arguments, thread),) = calls
-    assert arguments == got
-    assert thread is not threading.main_thread()
-    assert not thread.is_alive()
-
-
-def test_it_can_be_called_at_every_restart() -> None:
-    calls: list[int] = []
-    finalize = ThreadedFinalize(timeout=30, fn=calls.append, args=(1,))
-    finalize(STATE)
-    finalize(STATE)
-    assert calls == [1, 1]
+    for given, got in (((), ((), {})), (((1, 2), {"key": 3}), ((1, 2), {"key": 3})), ((None,), ((), {}))):
+        finalize = ThreadedFinalize(LIMIT, fn, *given)
+        assert finalize(STATE) is finalize(STATE) is STATE
+        for arguments, thread in (calls.pop(), calls.pop()):
+            assert arguments == got
+            assert thread is not threading.main_thread() and not thread.is_alive()
+    assert not calls
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), SystemExit(3)])
@@ -92,19 +81,16 @@ def test_the_thread_uses_the_ranks_gpu(
     assert calls[0][2] is calls[1][2]
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: ThreadedFinalize(None, print), TypeError, "timeout=None"),
-        (lambda: ThreadedFinalize(-1, print), ValueError, "timeout=-1 must be more than 0 seconds"),
-        (lambda: ThreadedFinalize(float("inf"), print), ValueError, "timeout=inf"),
-        (lambda: ThreadedFinalize(LIMIT, None), TypeError, "fn=None"),
-        (lambda: ThreadedFinalize(LIMIT, print, 5), TypeError, "args=5"),
-        (lambda: ThreadedFinalize(LIMIT, print, "ab"), TypeError, "args='ab'"),
-        (lambda: ThreadedFinalize(LIMIT, print, (), [1]), TypeError, "kwargs=[1]"),
-    ],
-)
-def test_bad_arguments(make: Callable[[], object], error: type[Exception], message: str) -> None:
-    with pytest.raises(error) as caught:
-        make()
-    assert message in str(caught.value)
+def test_bad_arguments() -> None:
+    wrong: list[tuple[tuple[Any, ...], type[Exception], str]] = [
+        ((None, print), TypeError, "timeout=None"),
+        ((-1, print), ValueError, "timeout=-1 must be more than 0 seconds"),
+        ((float("inf"), print), ValueError, "timeout=inf"),
+        ((LIMIT, None), TypeError, "fn=None"),
+        ((LIMIT, print, 5), TypeError, "args=5"),
+        ((LIMIT, print, "ab"), TypeError, "args='ab'"),
+        ((LIMIT, print, (), [1]), TypeError, r"kwargs=\[1\]"),
+    ]
+    for arguments, error, message in wrong:
+        with pytest.raises(error, match=message):
+            ThreadedFinalize(*arguments)
