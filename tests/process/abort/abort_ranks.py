@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
-import multiprocessing
-import multiprocessing.connection
+import importlib
 import os
 import sys
 import threading
-import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import rank_harness
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from ft_wrapper.abort import AbortTorchDistributed, release_process_groups, wait_for_released_groups
 from ft_wrapper.state import FrozenState
+from ft_wrapper.store import TCPStoreServer
 
 TIMEOUT = 120.0
 """Seconds after which a wait of these tests counts as a hang."""
@@ -99,7 +98,8 @@ class Rank:
             What it raised.
         """
         left = threading.Event()
-        thread = threading.Thread(target=self._abort_until, args=(left, threading.get_ident(), where, again))
+        main = threading.get_ident(), threading.get_native_id()
+        thread = threading.Thread(target=self._abort_until, args=(left, *main, where, again))
         thread.start()
         try:
             stuck()
@@ -111,8 +111,10 @@ class Rank:
             thread.join()
         raise AssertionError("it returned, so it was not stuck")
 
-    def _abort_until(self, left: threading.Event, ident: int, where: tuple[str, ...], again: float) -> None:
-        wait_until_stuck(ident, where, left)
+    def _abort_until(
+        self, left: threading.Event, ident: int, native: int, where: tuple[str, ...], again: float
+    ) -> None:
+        wait_until_stuck(ident, native, where, left)
         abort = AbortTorchDistributed()
         while not left.is_set():
             abort(FrozenState(rank=self.rank, world_size=self.world_size))
@@ -120,9 +122,8 @@ class Rank:
             left.wait(again)
 
 
-def wait_until_stuck(ident: int, where: tuple[str, ...], give_up: threading.Event) -> None:
+def wait_until_stuck(ident: int, native: int, where: tuple[str, ...], give_up: threading.Event) -> None:
     """Waits until a thread is in a Python function and has slept there for a while."""
-    native = next(thread.native_id for thread in threading.enumerate() if thread.ident == ident)
     before = None
     while not give_up.is_set():
         frame = sys._current_frames().get(ident)
@@ -157,105 +158,45 @@ def leave() -> None:
     assert not c10d._world.pg_map
 
 
-def _main(
-    connection: Any, body: Callable[[Rank], object], rank: int, world_size: int, ports: list[int]
-) -> None:
-    logging.basicConfig(level=logging.WARNING)
-    try:
-        result = body(Rank(rank, world_size, ports[1:], ports[0]))
-        if not wait_for_released_groups(TIMEOUT):
-            raise AssertionError("groups were not released")
-        connection.send((True, result))
-    except BaseException:
-        connection.send((False, traceback.format_exc()))
+def run(rank: rank_harness.Rank, module: str, name: str, world_size: int, ports: list[int]) -> Any:
+    """What a rank process runs: a function of a test file, which is given a `Rank`."""
+    body = getattr(importlib.import_module(module), name)
+    result = body(Rank(rank.slot, world_size, ports[1:], ports[0]))
+    if not wait_for_released_groups(TIMEOUT):
+        raise AssertionError("groups were not released")
+    return result
 
 
-def _serve(connection: Any, count: int) -> None:
-    """Hosts stores until the other end of the connection is closed."""
-    servers = [
-        TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=TIMEOUT), wait_for_workers=False)
-        for _ in range(count)
-    ]
-    connection.send([server.port for server in servers])
-    with contextlib.suppress(EOFError):
-        connection.recv()
-
-
-@contextlib.contextmanager
-def _stores(context: Any, count: int) -> Iterator[list[int]]:
-    """Ports of stores in a process of their own: torch's server leaves descriptors behind in its process."""
-    here, there = context.Pipe()
-    process = context.Process(target=_serve, args=(there, count))
-    process.start()
-    there.close()
-    try:
-        if not here.poll(TIMEOUT):
-            raise AssertionError("no stores")
-        yield here.recv()
-    finally:
-        here.close()
-        process.join(5)
-        process.kill()
-        process.join()
-        process.close()
-
-
-def run_ranks(
-    body: Callable[[Rank], object],
-    world_size: int = 3,
-    iterations: int = 2,
-    lost: int = 0,
-    timeout: float = TIMEOUT,
-) -> list[Any]:
-    """Runs a function in so many processes, each with a `Rank`.
+class RunRanks:
+    """Runs a function in rank processes.
 
     Args:
-        body: what each rank does.
-        world_size: how many ranks.
-        iterations: how many stores there are for ``Rank.enter``.
-        lost: so many of the last ranks give no answer, and are killed in the end.
-        timeout: seconds for all of it.
-
-    Returns:
-        What each of the others returned.
-
-    Raises:
-        AssertionError: some raised, or did not come to an end; the message says which, and what they said.
+        job: of which the processes are.
+        owned: closes the stores.
     """
-    context = multiprocessing.get_context("forkserver")
-    ranks = []
-    answers: dict[int, tuple[bool, Any]] = {}
-    with _stores(context, iterations + 1) as ports:
-        try:
-            for rank in range(world_size):
-                here, there = context.Pipe(duplex=False)
-                process = context.Process(target=_main, args=(there, body, rank, world_size, ports))
-                process.start()
-                there.close()
-                ranks.append((process, here))
-            waiting = {here: rank for rank, (_, here) in enumerate(ranks[: world_size - lost])}
-            deadline = time.monotonic() + timeout
-            while waiting and time.monotonic() < deadline:
-                for ready in multiprocessing.connection.wait(list(waiting), deadline - time.monotonic()):
-                    assert isinstance(ready, multiprocessing.connection.Connection)
-                    rank = waiting.pop(ready)
-                    try:
-                        answers[rank] = ready.recv()
-                    except EOFError:
-                        answers[rank] = (False, "ended without an answer")
-                    if not answers[rank][0]:
-                        waiting.clear()
-        finally:
-            for rank, (process, here) in enumerate(ranks):
-                here.close()
-                process.join(5 if rank in answers else 0)
-                process.kill()
-                process.join()
-                process.close()
-    bad = {rank: text for rank, (fine, text) in answers.items() if not fine}
-    silent = [rank for rank in range(world_size - lost) if rank not in answers]
-    if bad or silent:
-        raise AssertionError(
-            "\n".join([f"rank {rank}: {text}" for rank, text in bad.items()]) + f"\nno answer from {silent}"
-        )
-    return [answers[rank][1] for rank in range(world_size - lost)]
+
+    def __init__(self, job: rank_harness.Job, owned: contextlib.ExitStack) -> None:
+        self.job, self.owned = job, owned
+
+    def __call__(
+        self, body: Callable[[Rank], object], world_size: int = 3, iterations: int = 2, lost: int = 0
+    ) -> list[Any]:
+        """Runs it in so many processes, each with a `Rank`.
+
+        Args:
+            body: what each rank does.
+            world_size: how many ranks.
+            iterations: how many stores there are for ``Rank.enter``.
+            lost: so many of the last ranks give no answer, and are killed in the end.
+
+        Returns:
+            What each of the others returned, as JSON has it.
+        """
+        servers = [TCPStoreServer(0, "127.0.0.1") for _ in range(iterations + 1)]
+        for server in servers:
+            self.owned.callback(server.close)
+        ports = [server.port for server in servers]
+        self.job.start(world_size, run, body.__module__, body.__name__, world_size, ports)
+        answering = range(world_size - lost)
+        self.job.wait_for_end(*answering, leftovers=False)
+        return [self.job[slot].value for slot in answering]

@@ -1,25 +1,24 @@
 from __future__ import annotations
 
-import multiprocessing
+import contextlib
 from collections.abc import Iterator
-from multiprocessing import forkserver as forkservers
-from multiprocessing import resource_tracker as trackers
-from typing import Any
+from pathlib import Path
 
 import pytest
+from abort_ranks import RunRanks
+from rank_harness import Template, running
 
 
-@pytest.fixture(scope="package", autouse=True)
-def forkserver() -> Iterator[None]:
-    """One process imports torch, and all ranks are forked from it."""
-    server: Any = vars(forkservers)["_forkserver"]  # its _stop is for tests
-    tracker: Any = vars(trackers)["_resource_tracker"]
-    tracked = tracker._fd is not None
-    server._stop()
-    # Beside torch, what DDP and DeviceMesh import when they are first used.
-    multiprocessing.set_forkserver_preload(["ft_wrapper.abort", "torch._dynamo", "torch.distributed.tensor"])
-    yield
-    server._stop()
-    multiprocessing.set_forkserver_preload([])
-    if not tracked:
-        tracker._stop()
+@pytest.fixture(scope="package")
+def template(warm_process: None) -> Iterator[Template]:
+    """One process has imported torch, and forks all ranks; it finds the bodies of this folder."""
+    template = Template(str(Path(__file__).parent))
+    yield template
+    template.close()
+
+
+@pytest.fixture
+def run_ranks(template: Template, tmp_path: Path) -> Iterator[RunRanks]:
+    """Runs a function in rank processes, which end with the test."""
+    with contextlib.ExitStack() as owned, running(template, tmp_path) as job:
+        yield RunRanks(job, owned)

@@ -209,26 +209,6 @@ def test_aborts_that_depend_on_each_other_are_under_way_together(
     assert not thread.is_alive()
 
 
-def test_one_abort_after_the_other_hangs_where_they_depend_on_each_other(release: None) -> None:
-    """So the stand-in is one: the first abort does not return."""
-    groups = groups_of(*[OnAbort.DEPENDS] * 2)
-    first = threading.Thread(target=groups[0].abort, daemon=True)
-    first.start()
-    assert groups[0].is_aborted.wait(TIMEOUT)
-    blocked = Blocked(groups[0])  # had it freed anything, this one would not block
-    assert first.is_alive() and not blocked.raised
-    groups[1].abort()
-    first.join(TIMEOUT)
-    assert not first.is_alive() and blocked.is_freed()
-
-
-def test_the_stand_in_blocks_outside_of_the_gil(release: None) -> None:
-    blocked = Blocked(groups_of(OnAbort.RETURNS)[0])
-    assert sum(range(1000)) == 499_500 and not blocked.raised  # this thread has the GIL
-    blocked.group.abort()
-    assert blocked.is_freed()
-
-
 @pytest.mark.parametrize("collective", ["all_reduce", "broadcast", "barrier", "all_gather", "reduce_scatter"])
 def test_collectives_of_the_stand_in(collective: str, release: None) -> None:
     (group,) = groups_of(OnAbort.RETURNS)

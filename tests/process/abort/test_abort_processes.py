@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
-from abort_ranks import TIMEOUT, Rank, run_ranks
+from abort_ranks import TIMEOUT, Rank, RunRanks
 from support.ended import has_ended
 from support.nightly import at_night
 
@@ -25,27 +25,22 @@ from ft_wrapper.abort import AbortProcesses, AbortTransformerEngine, protect_pro
 from ft_wrapper.state import FrozenState
 
 STATE = FrozenState(rank=0, world_size=1)
-READY = "import signal, sys; {}print(flush=True); signal.pause()"
-STUBBORN = READY.format("signal.signal(signal.SIGTERM, signal.SIG_IGN); ")
+
+
+def ignore_sigterm() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 @pytest.fixture
 def helpers() -> Iterator[list[subprocess.Popen[bytes]]]:
     """Two processes that end on SIGTERM, and one that does not."""
-    processes = []
-    try:
-        for script in (READY.format(""), READY.format(""), STUBBORN):
-            process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
-            processes.append(process)
-            assert process.stdout is not None
-            process.stdout.readline()
-        yield processes
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait(TIMEOUT)
-            if process.stdout is not None:
-                process.stdout.close()
+    processes = [
+        subprocess.Popen(["sleep", "1000"], preexec_fn=before) for before in (None, None, ignore_sigterm)
+    ]
+    yield processes
+    for process in processes:
+        process.kill()
+        process.wait(TIMEOUT)
 
 
 def test_only_what_is_found_is_ended(helpers: list[subprocess.Popen[bytes]]) -> None:
@@ -100,9 +95,7 @@ def served_data_loader_workers(rank: Rank) -> Any:
 def data_loader_workers(method: str) -> Any:
     import torch.utils.data
 
-    helper = subprocess.Popen([sys.executable, "-c", READY.format("")], stdout=subprocess.PIPE)
-    assert helper.stdout is not None
-    helper.stdout.readline()
+    helper = subprocess.Popen(["sleep", "1000"])
     data: Any = list(range(4))
     multiprocessing.set_forkserver_preload(["torch.utils.data"])
     loader = torch.utils.data.DataLoader(
@@ -116,7 +109,6 @@ def data_loader_workers(method: str) -> Any:
     lives = helper.poll() is None
     helper.kill()
     helper.wait(TIMEOUT)
-    helper.stdout.close()
     return ended, lives
 
 
@@ -153,17 +145,16 @@ def hung_torchdata_workers(rank: Rank) -> Any:
 @pytest.mark.skipif(
     importlib.util.find_spec("torchdata") is None, reason="torchdata is not installed: pip install torchdata"
 )
-def test_hung_workers_of_torchdata_are_ended_within_the_grace_time() -> None:
-    assert run_ranks(hung_torchdata_workers, world_size=1) == [
-        ([True, True], [0, 0])
-    ]  # torch's own handler of SIGTERM
+def test_hung_workers_of_torchdata_are_ended_within_the_grace_time(run_ranks: RunRanks) -> None:
+    ended = run_ranks(hung_torchdata_workers, world_size=1)
+    assert ended == [[[True, True], [0, 0]]]  # torch's own handler of SIGTERM
 
 
 @pytest.mark.parametrize(
     "body", [forked_data_loader_workers, *at_night("forked ones run always", [served_data_loader_workers])]
 )
-def test_data_loader_workers_are_ended_by_default(body: Callable[[Rank], Any]) -> None:
-    assert run_ranks(body, world_size=1) == [([True, True], True)]
+def test_data_loader_workers_are_ended_by_default(run_ranks: RunRanks, body: Callable[[Rank], Any]) -> None:
+    assert run_ranks(body, world_size=1) == [[[True, True], True]]
 
 
 def test_processes_of_a_wrong_type() -> None:
