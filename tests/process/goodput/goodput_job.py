@@ -24,12 +24,8 @@ arguments.add_argument("folder", type=Path)
 arguments.add_argument("--active", type=int, default=2)
 arguments.add_argument("--faulty", type=int, default=1, help="the active rank that has the faults")
 arguments.add_argument("--steps", type=int, default=60)
-arguments.add_argument("--step-seconds", type=float, default=0.01)
-arguments.add_argument("--load-seconds", type=float, default=0.05)
 arguments.add_argument("--every", type=int, default=10, help="steps between two checkpoints")
-arguments.add_argument("--faults", default="", help="kind:step,…; kinds: exception, sigkill, hang, late")
-arguments.add_argument("--soft-timeout", type=float, default=1.5)
-arguments.add_argument("--untold", action="store_true", help="tell no steps")
+arguments.add_argument("--faults", default="", help="kind:step,…; kinds: exception, sigkill, hang")
 arguments.add_argument(
     "--gate", action="store_true", help="after the last step, wait for FOLDER/gate, a FIFO"
 )
@@ -60,8 +56,8 @@ def wait(rank: int, call_wrapper: CallWrapper) -> None:
 @Wrapper(
     active_world_size=args.active,
     rejoin=True,
-    soft_timeout=args.soft_timeout,
-    hard_timeout=2 * args.soft_timeout,
+    soft_timeout=1.5,
+    hard_timeout=3.0,
     heartbeat_timeout=20.0,
     barrier_timeout=30.0,
     progress_watchdog_interval=0.2,
@@ -75,13 +71,13 @@ def train(call_wrapper: CallWrapper = None) -> None:  # type: ignore[assignment]
     checkpoint = args.folder / "checkpoint"
     first = torch.tensor(int(checkpoint.read_text()) if rank == 0 and checkpoint.exists() else 0)
     dist.broadcast(first, 0)
-    time.sleep(args.load_seconds)
+    time.sleep(0.05)
     begun = os.open(args.folder / f"begun-{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     try:
         for step in range(int(first), args.steps):
             with call_wrapper.atomic():
                 os.write(begun, f"{call_wrapper.iteration} {step}\n".encode())
-                call_wrapper.ping(None if args.untold else step)
+                call_wrapper.ping(step)
             if rank == args.faulty:
                 if happens("exception", step):
                     raise RuntimeError("as it was asked for")
@@ -89,10 +85,8 @@ def train(call_wrapper: CallWrapper = None) -> None:  # type: ignore[assignment]
                     os.kill(os.getpid(), 9)
                 if happens("hang", step):
                     time.sleep(1000)
-            time.sleep(args.step_seconds)
+            time.sleep(0.01)
             dist.all_reduce(torch.ones(1))
-            if rank == args.faulty and happens("late", step):
-                raise RuntimeError("as it was asked for, at the end of a step")
             if rank == 0 and (step + 1) % args.every == 0:
                 unfinished = args.folder / "unfinished"
                 unfinished.write_text(str(step + 1))
