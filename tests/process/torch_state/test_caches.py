@@ -1,15 +1,17 @@
 """What torch keeps of old ranks: in one process, rank 1 of 4 and after a "restart" rank 0 of 4.
 
 On torch's fake process group, so in seconds. Each of the caches is left out in turn, which shows what it is
-cleared for.
+cleared for: in a fork of the process that was rank 1, since DTensor's caches cannot be made new.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
-import subprocess
+import os
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,7 +28,6 @@ from ft_wrapper.torch_groups import tracker
 from ft_wrapper.torch_groups.release import release_process_groups
 
 sys.path.append(str(Path(__file__).parents[2]))
-from support.nightly import at_night
 from support.warm_ftrun import run_python
 
 FAST = "DTensor's fast cache"
@@ -43,10 +44,9 @@ ITS_HOLDER = {
     TOPOLOGY: "MeshTopoInfo.build_from_mesh",
     FUNCTIONS: "torch.distributed.nn.functional.",
 }
-ROOT = Path(__file__).parents[3]
 
 
-# ---- in a process of its own: DTensor's caches cannot be made new
+# ---- in a process of its own
 
 
 class Job:
@@ -126,30 +126,71 @@ def not_forgotten(left: list[Leak]) -> list[str]:
     return found
 
 
-def _what_is_left(left_out: str, forgets: bool, thread: bool) -> dict[str, Any]:
+def _all_that_is_left() -> dict[str, Any]:
+    """What is left if nothing is left out, if all is, and if each step is."""
+    steps = [what for what, _, _ in _torch_caches._STEPS]
+    things, job = _as_rank_1()
+    variants = {"": [""], **{step: [step] for step in steps}, "all": steps}
+    left = {
+        name: _in_a_fork(functools.partial(_as_rank_0, things, job, left_out))
+        for name, left_out in variants.items()
+    }
+    things.close()
+    return left
+
+
+def _what_is_left_of_a_thread() -> dict[str, Any]:
+    """All that torch has to do is done by a thread of the user's that lives over the restart."""
+    thread = WorkingThread()
+    things, job = _as_rank_1(thread.do)
+    left = _as_rank_0(things, job, [], thread.do)
+    thread.end()
+    things.close()
+    return left
+
+
+def _do(function: Callable[[], Any]) -> Any:
+    return function()
+
+
+def _as_rank_1(do: Callable[[Callable[[], Any]], Any] = _do) -> tuple[tracker.Tracker, Job]:
     job = Job()
-    work = WorkingThread() if thread else None
-    do = work.do if work is not None else lambda function: function()
     things = tracker.begin_tracking()
     things.enter(0)
     mesh = job.begin(rank=1)
     fill_tables(mesh)
     assert not do(lambda: job.wrong(mesh, job.operations(mesh)))
-    del mesh
+    return things, job
+
+
+def _as_rank_0(
+    things: tracker.Tracker,
+    job: Job,
+    left_out: list[str],
+    do: Callable[[Callable[[], Any]], Any] = _do,
+) -> dict[str, Any]:
     release_process_groups(aborted=True)
-    if forgets:
-        _torch_caches._STEPS = tuple(step for step in _torch_caches._STEPS if step[0] != left_out)
-        _torch_caches.clear_caches()
+    _torch_caches._STEPS = tuple(step for step in _torch_caches._STEPS if step[0] not in left_out)
+    _torch_caches.clear_caches()
     gc.collect()
     things.enter(1)
     forgets_not = not_forgotten(find_leaks())
     mesh = job.begin(rank=0)
     wrong = do(lambda: job.wrong(mesh, job.operations(mesh)))
-    if work is not None:
-        work.end()
     dist.destroy_process_group()
-    things.close()
     return {"wrong": wrong, "not forgotten": forgets_not}
+
+
+def _in_a_fork(work: Callable[[], Any]) -> Any:
+    with tempfile.TemporaryFile("w+") as answer:
+        pid = os.fork()
+        if pid == 0:
+            json.dump(work(), answer)
+            answer.flush()
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+        answer.seek(0)
+        return json.load(answer)
 
 
 class WorkingThread:
@@ -181,24 +222,10 @@ class WorkingThread:
             self._done.release()
 
 
-def what_is_left(left_out: str = "", *, forgets: bool = True, thread: bool = False) -> dict[str, Any]:
-    arguments = {"left_out": left_out, "forgets": forgets, "thread": thread}
-    ran = run_python([__file__, json.dumps(arguments)], timeout=300)
+def run(what: str) -> Any:
+    ran = run_python([__file__, what], timeout=300)
     assert ran.returncode == 0, ran.stderr
-    found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
-    return found
-
-
-def test_nothing_of_the_old_rank_is_left() -> None:
-    assert what_is_left() == {"wrong": [], "not forgotten": []}
-
-
-def test_torch_alone_gives_another_ranks_rows() -> None:
-    """Once this fails, torch knows that ranks move, and the caches need not be cleared."""
-    left = what_is_left(forgets=False)
-    assert "wrong rows" in left["wrong"]
-    # One holder is named; others would be hidden behind it.
-    assert {RANDOM, SYMMETRIC, FUNCTIONS} < set(left["not forgotten"])
+    return json.loads(ran.stdout.splitlines()[-1])
 
 
 # What goes wrong, beside the old mesh or its groups staying alive.
@@ -213,40 +240,21 @@ ITS_MISTAKES = {
 }
 
 
-def test_each_step_is_left_out_once() -> None:
-    assert [what for what, _, _ in _torch_caches._STEPS] == list(ITS_MISTAKES)
-
-
-def test_functions_let_go_of_the_default_group_of_their_import() -> None:
-    from torch.distributed.nn import functional
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
-    before, functional.all_reduce.__defaults__ = functional.all_reduce.__defaults__, (None, dist.group.WORLD)
-    try:
-        _torch_caches.clear_caches()
-        assert functional.all_reduce.__defaults__ == (None, None)
-    finally:
-        functional.all_reduce.__defaults__ = before
-        dist.destroy_process_group()
-
-
-ELSEWHERE = (RANDOM, FUNCTIONS, SYMMETRIC)
-ALWAYS = [what for what in ITS_MISTAKES if what not in ELSEWHERE]
-
-
-@pytest.mark.parametrize(
-    "left_out", [*ALWAYS, *at_night("what they drop is dropped in this process always", ELSEWHERE)]
-)
-def test_a_step_that_is_left_out_is_named(left_out: str) -> None:
-    left = what_is_left(left_out)
-    assert left["not forgotten"] == [left_out]
-    assert set(left["wrong"]) == ITS_MISTAKES[left_out]
+def test_each_step_drops_what_torch_keeps_of_the_old_rank() -> None:
+    left = run("all")
+    assert left.pop("") == {"wrong": [], "not forgotten": []}
+    alone = left.pop("all")
+    # Once this fails, torch knows that ranks move, and the caches need not be cleared.
+    assert "wrong rows" in alone["wrong"]
+    # One holder is named; others would be hidden behind it.
+    assert {RANDOM, SYMMETRIC, FUNCTIONS} < set(alone["not forgotten"])
+    assert {what: set(one["wrong"]) for what, one in left.items()} == ITS_MISTAKES
+    assert all(one["not forgotten"] == [what] for what, one in left.items()), left
 
 
 def test_a_thread_of_the_users_that_lives_over_a_restart_keeps_its_fast_cache() -> None:
     """As docs/usage.md says; what Python keeps is dropped in all threads."""
-    left = what_is_left(thread=True)
+    left = run("thread")
     assert "wrong rows" in left["wrong"] and "propagation" not in left["wrong"]
     assert left["not forgotten"] == [FAST]
 
@@ -259,24 +267,6 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, Any], No
     """Puts a module in place of torch's."""
     monkeypatch.setattr(_torch_caches, "_warned", set())
     yield lambda name, module: monkeypatch.setitem(sys.modules, name, module)
-
-
-def test_symmetric_memory_and_the_random_number_tracker_are_dropped(
-    modules: Callable[[str, Any], None],
-) -> None:
-    tables = [{"0": object()}, {"0": object()}]
-    memory = SimpleNamespace(_group_name_to_store=tables[0], _group_name_to_workspace_tensor=tables[1])
-    random = SimpleNamespace(_rng_tracker=object())
-    modules("torch.distributed._symmetric_memory", memory)
-    modules("torch.distributed.tensor._random", random)
-    _torch_caches.clear_caches()
-    assert tables == [{}, {}] and random._rng_tracker is None
-
-
-def test_the_names_of_symmetric_memory_are_torchs() -> None:
-    import torch.distributed._symmetric_memory as memory
-
-    assert memory._group_name_to_store == memory._group_name_to_workspace_tensor == {}
 
 
 def test_what_torch_does_not_let_go_of_is_one_warning_each(
@@ -301,16 +291,21 @@ def test_an_older_torch_need_not_have_them(
     assert not caplog.records
 
 
-@pytest.mark.nightly("a process that imports torch anew; what is kept is looked for always")
-def test_nothing_is_imported_for_it() -> None:
-    code = (
-        "import sys, torch.distributed; from ft_wrapper.torch_groups import caches;"
-        "before = set(sys.modules);"
-        "caches.clear_caches(); caches.reset_compiled_code(1, 4); caches.reset_compiled_code(0, 4);"
-        "assert set(sys.modules) == before, set(sys.modules) - before"
+def test_nothing_is_imported_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at = (
+        "torch._dynamo",
+        "torch.distributed.tensor",
+        "torch.distributed._symm",
+        "torch.distributed.nn",
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=300, cwd=ROOT)
+    for name in [name for name in sys.modules if name.startswith(looked_at)]:
+        monkeypatch.delitem(sys.modules, name)
+    before = set(sys.modules)
+    _torch_caches.clear_caches()
+    for rank in (1, 0):
+        _torch_caches.reset_compiled_code(rank, 4)
+    assert set(sys.modules) == before
 
 
 if __name__ == "__main__":
-    print(json.dumps(_what_is_left(**json.loads(sys.argv[1]))))
+    print(json.dumps({"all": _all_that_is_left, "thread": _what_is_left_of_a_thread}[sys.argv[1]]()))
