@@ -18,13 +18,11 @@ from ft_wrapper.torch_groups.release import release_process_groups
 
 
 @pytest.fixture(autouse=True)
-def as_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def as_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(caches, "_compiled_for", None)
     monkeypatch.setattr(caches, "_frozen", set())
     monkeypatch.setattr(caches, "_frozen_modules", [])
     monkeypatch.setattr(caches, "_warned", set())
-    yield
-    gc.unfreeze()
 
 
 # ---- compiled code
@@ -87,7 +85,7 @@ class Cycle:
 
 
 @pytest.fixture
-def uncollected() -> Iterator[None]:
+def uncollected(frozen_again: None) -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
@@ -99,21 +97,6 @@ def test_what_refers_to_itself_is_freed_at_each_restart(uncollected: None) -> No
         assert gone() is not None
         caches.collect_garbage("restart")
         assert gone() is None
-
-
-@pytest.mark.nightly("the other tests of what is frozen run always")
-def test_what_is_there_is_frozen_once_at_each_point(uncollected: None) -> None:
-    kept = []
-    for when in ("call", "restart", "warm-up"):
-        before = gc.get_freeze_count()
-        kept.append([[object()] for _ in range(1000)])
-        caches.collect_garbage(when)
-        frozen = gc.get_freeze_count()
-        assert frozen >= before + 1000, when
-        more = [[object()] for _ in range(1000)]
-        caches.collect_garbage(when)
-        assert gc.get_freeze_count() < frozen + 1000, when
-        del more
 
 
 class SelfHeld(torch.nn.Linear):
