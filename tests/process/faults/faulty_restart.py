@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
-import signal
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,12 +13,10 @@ from rank_harness import Rank
 from ft_wrapper import CallWrapper, FrozenState, Wrapper
 from ft_wrapper.abort import AbortTorchDistributed
 from ft_wrapper.compose import Compose
-from ft_wrapper.monitor import rank_monitor
-from ft_wrapper.protocol import global_iteration, membership
+from ft_wrapper.protocol import membership
 from ft_wrapper.protocol.global_iteration import GlobalIteration
 from ft_wrapper.protocol.records import View
 from ft_wrapper.rank_assignment import MaxActiveWorldSize, RankAssignment, RankAssignmentCtx, ShiftRanks
-from ft_wrapper.store import TCPStore
 from ft_wrapper.testing.inject_fault import FaultKind, inject_fault
 
 
@@ -99,93 +94,6 @@ def trains_through_a_bad_restart(rank: Rank, kind: str, point: str, victim: int,
         membership.Membership.await_next = then_happen  # type: ignore[method-assign]
 
     @Wrapper(**plugins)
-    def train(call: CallWrapper) -> int:
-        return trainer.train(call)
-
-    return train()
-
-
-# ---- between two operations on the store
-
-
-class Bomb:
-    """Kills a process before the k-th operation on the store that it carries out in a certain function.
-
-    Args:
-        k: counts from 0.
-        folder: notes there that it went off.
-    """
-
-    def __init__(self, k: int, folder: str) -> None:
-        self._left = k
-        self._fired = Path(folder, "fired")
-        self._armed = threading.local()
-        TCPStore._call = self._counted(TCPStore._call)  # type: ignore[method-assign]
-
-    def _counted(self, operation: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(operation)
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            if getattr(self._armed, "now", False):
-                if self._left == 0:
-                    self._fired.mkdir(exist_ok=True)
-                    (self._fired / "the bomb").touch()
-                    os.kill(os.getpid(), signal.SIGKILL)
-                self._left -= 1
-            return operation(*args, **kwargs)
-
-        return counted
-
-    def around(self, function: Callable[..., Any], condition: Callable[..., bool]) -> Callable[..., Any]:
-        """The function, in which operations are counted if the condition holds for its arguments."""
-
-        @functools.wraps(function)
-        def armed(*args: Any, **kwargs: Any) -> Any:
-            was = getattr(self._armed, "now", False)
-            self._armed.now = was or condition(*args, **kwargs)
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self._armed.now = was
-
-        return armed
-
-
-def trains_though_the_proposer_dies(rank: Rank, k: int, folder: str) -> int | None:
-    """An exception on rank 1; slot 2 arrives last, and dies before the k-th step of its proposal."""
-    trainer = Trainer(rank, "exception:rank=1:step=1", folder)
-    if rank.slot == 2:
-        bomb = Bomb(k, folder)
-        GlobalIteration.advance = bomb.around(  # type: ignore[method-assign]
-            GlobalIteration.advance, lambda self, view, proposer, **_: view.n == 0 and proposer is not None
-        )
-    global_iteration.FIRST_LOOK = 2.0  # none of the others comes forward before it
-    arrive = GlobalIteration.arrive
-
-    def arrive_last(self: GlobalIteration, view: View, *args: Any) -> None:
-        if view.n == 0 and rank.slot == 2:
-            rank.hear()
-        arrive(self, view, *args)
-        rank.say("arrived")
-
-    GlobalIteration.arrive = arrive_last  # type: ignore[method-assign]
-
-    @Wrapper(**trainer.settings())
-    def train(call: CallWrapper) -> int:
-        return trainer.train(call)
-
-    return train()
-
-
-def trains_though_a_monitor_dies(rank: Rank, k: int, folder: str) -> int | None:
-    """Slot 0 is killed, and its monitor before its k-th step of telling the others."""
-    trainer = Trainer(rank, "sigkill:slot=0:step=2", folder)
-    if rank.slot == 0:
-        bomb = Bomb(k, folder)
-        rank_monitor.RankMonitor.rank_died = bomb.around(  # type: ignore[method-assign]
-            rank_monitor.RankMonitor.rank_died, lambda *_: True
-        )
-
-    @Wrapper(**trainer.settings(heartbeat_timeout=3.0))
     def train(call: CallWrapper) -> int:
         return trainer.train(call)
 

@@ -1,7 +1,7 @@
 """Every kind of fault in every place: the survivors finish.
 
 Each job meets faults in all places, one after the other, and has as many spares as it may lose ranks. Always
-runs one that kills, and one in which the kinds are mixed; `make matrix` runs all.
+runs one that kills, on etcd, and one in which the kinds are mixed; `make matrix` runs all.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from fault_job import ACTIVE, STEPS, check, start, trains
 from rank_harness import Job
-from support.nightly import at_night
 
 from ft_wrapper.testing.inject_fault import FaultKind
 
@@ -62,15 +61,21 @@ def test_the_survivors_of_mixed_faults_finish(
     survives(job, tmp_path, record_property, PLACES)
 
 
+KILLS = (FaultKind.SIGKILL, FaultKind.EXIT, FaultKind.SEGFAULT, FaultKind.ABORT)
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.whole_ends("the ends of those who finish")
+def test_the_survivors_of_sigkill_finish(
+    job: Job, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    survives(job, tmp_path, record_property, [(place, FaultKind.SIGKILL) for place, _ in PLACES])
+
+
+@pytest.mark.nightly("each kind is in the job of mixed faults, and those that kill are alike")
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "kind",
-    [
-        FaultKind.SIGKILL,
-        *at_night("each kind is in the job of mixed faults", [k for k in FaultKind if k.value != "sigkill"]),
-    ],
-    ids=lambda kind: kind.value,
+    "kind", [kind for kind in FaultKind if kind not in KILLS], ids=lambda kind: kind.value
 )
 def test_the_survivors_finish(
     job: Job, tmp_path: Path, record_property: Callable[[str, object], None], kind: FaultKind
