@@ -22,12 +22,11 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-for folder in (HERE.parent, HERE.parent / "process" / "live"):
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
+if str(HERE.parent) not in sys.path:
+    sys.path.insert(0, str(HERE.parent))
 
-from fault_runs import digest_of, run_ftrun  # noqa: E402
 from support import warm_ftrun  # noqa: E402
+from support.many_runs import digest_of, run_ftrun  # noqa: E402
 
 BEGIN, END = "<!-- written by make test-frameworks -->", "<!-- to here -->"
 STEPS = 24

@@ -46,8 +46,15 @@ SCHEDULERS = (
 )
 AVERAGES = ("AveragedModel, buffers", "AveragedModel, many", "own", "copy", "lookahead")
 
-POINTS = ("step", "forward", "micro", "backward", "before commit", "after commit", "entry")
-TORN = "in update"
+POINTS = (
+    *("step", "forward", "micro", "backward", "before commit", "before vote", "in vote", "after vote"),
+    *("after commit", "entry"),
+)
+TORN, ROLL = "in update", "in roll"
+"""Where a fault leaves half an update behind."""
+RECOVERY_POINTS = ("before gather", "after gather", "before seal", "in seal", "after seal")
+OF_RECEIVERS = ("transfer", "adopt", "adopted")
+OF_RANK_0 = ("before register", "after register")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +63,8 @@ class Planned:
 
     Args:
         kind: ``exception`` or ``sigkill``.
-        point: of the step.
-        step: in which it happens; ``entry``: in the first entry behind it.
+        point: of the step, or of the recovery.
+        step: in which it happens; ``entry``, and points of a recovery: behind the fault before it.
         rank: the active rank.
     """
 
@@ -97,6 +104,7 @@ class Case:
         broadcast: DDP broadcasts buffers.
         parts: with shards: the middle layer is a group of its own.
         deferred: with shards: they are made on the meta device, and then given memory and values.
+        moves: with shards: each active rank is another process after each restart.
         buddies: copies in memory; a shard that may lose its last holder has them.
         verify_every: see `LiveState`.
         faults: what happens.
@@ -127,22 +135,10 @@ class Case:
     broadcast: bool
     parts: bool
     deferred: bool
+    moves: bool
     buddies: int
     verify_every: int | None
     faults: tuple[Planned, ...]
-
-    def __str__(self) -> str:
-        """All of it that is there."""
-        said = []
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name == "faults":
-                value = [f"{one.kind} {one.point} {one.step} of rank {one.rank}" for one in value]
-            elif field.name == "options":
-                value = dict(value)
-            if value or field.name == "spares":
-                said.append(f"{field.name}={value}")
-        return ", ".join(said)
 
     @property
     def has_update(self) -> bool:
@@ -218,6 +214,7 @@ def draw(seed: int, attempt: int = 0) -> Case:
         broadcast=yes(0.5),
         parts=form != "ddp" and yes(0.5),
         deferred=form != "ddp" and yes(0.3),
+        moves=form != "ddp" and yes(0.4),
         buddies=int(yes(0.15)),
         verify_every=choose.choice((None, None, 1, 3)),
         faults=(),
@@ -251,7 +248,10 @@ def _options(optimizer: str, choose: random.Random) -> tuple[tuple[str, Any], ..
 
 
 def _faults(choose: random.Random, case: Case) -> tuple[Planned, ...]:
-    """One to three, so far apart that what the first one killed is whole again by the second one."""
+    """One to three, so far apart that what the first one killed is whole again by the second one.
+
+    With replicas most are followed by one in the recovery, as long as one rank certainly has what all need.
+    """
     planned: list[Planned] = []
     is_whole = case.form != "fsdp"
     can_lose = is_whole or choose.random() < 0.5  # without replicas: with copies, or nothing is lost
@@ -268,4 +268,26 @@ def _faults(choose: random.Random, case: Case) -> tuple[Planned, ...]:
         if point == "entry" and not is_whole:
             kind = "exception"  # the new copies are not with the buddies yet
         planned.append(Planned(kind, point, step, choose.randrange(case.ranks)))
+        if is_whole and choose.random() < 0.7:
+            planned.append(_in_recovery(choose, case, planned[-1]))
     return tuple(planned)
+
+
+def _in_recovery(choose: random.Random, case: Case, first: Planned) -> Planned:
+    is_lost = first.kind == "sigkill" or first.point == TORN
+    of_first: tuple[str, ...] = ()
+    if first.step == 0:
+        pass  # the seal of the first recovery may still be unknown: then nobody sends or rolls anything
+    elif is_lost and case.form == "ddp":  # with replicas of shards another rank may take its place
+        of_first = OF_RECEIVERS
+    elif (
+        first.point == "after vote"
+        and not case.moves
+        and not (case.scaler == "on" and first.step == OVERFLOW)
+    ):
+        of_first = (ROLL,)
+    point = choose.choice((*RECOVERY_POINTS, *(2 * of_first), *OF_RANK_0))
+    rank = first.rank if point in of_first else 0 if point in OF_RANK_0 else choose.randrange(case.ranks)
+    may_kill = case.form == "ddp" and (not is_lost or rank == first.rank or case.ranks > 2)
+    kind = choose.choice(("exception", "sigkill")) if may_kill else "exception"
+    return Planned(kind, point, first.step, rank)

@@ -4,9 +4,10 @@
 
 A case is drawn from its seed: optimizer and options, type of the weights, buffers, memory format, optimizers
 that rest, groups added later, schedulers, scaler, averages, wrapped layers, ways to train in parallel, ranks,
-and one to three faults. What torch cannot compute is drawn again:
+and one to three faults in steps, votes and updates, with replicas most of them followed by another one in the
+recovery. What torch cannot compute is drawn again:
 each case is tried here first, alone, without LiveState. A job is one ftrun for many cases, since starting
-costs most. A case that ends or blocks its job is reported, and the rest run in a new job.
+costs most; a case that ends or blocks it leaves those behind it without a result.
 
 A case is right if all ranks end with the bits of the run without faults (parameters, all buffers, the
 optimizers' states with their types and shapes, everything else), no step was lost, and no entry is without a
@@ -20,15 +21,11 @@ SGD with momentum in bf16 or fp16 on the CPU is left out, too: it reads memory t
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import json
 import shutil
-import subprocess
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,17 +36,15 @@ for place in (str(HERE), str(HERE.parents[1])):
         sys.path.insert(0, place)
 
 from draw_cases import STEPS, Case, draw  # noqa: E402
-from fault_runs import ENVIRONMENT, end_left  # noqa: E402
 from support import warm_ftrun  # noqa: E402
+from support.many_runs import run_ftrun  # noqa: E402
 
-from ft_wrapper import events  # noqa: E402
-
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "RES_OPTIONS": "use-vc timeout:1 attempts:1"}
 EVERY = 2
 ATTEMPTS = 60
-SILENCE = 45.0
-"""Seconds without a word from any case, after which a job counts as blocked."""
+START, A_CASE = 120.0, 30.0
+"""Seconds in which a job starts, and in which a case of it ends."""
 PER_JOB = 20
-_start = threading.Lock()
 
 
 @dataclasses.dataclass
@@ -59,12 +54,10 @@ class Verdict:
     Args:
         case: which one.
         wrong: what must not be; "": nothing.
-        happened: the faults that happened, as kind and point.
     """
 
     case: Case
     wrong: str = ""
-    happened: list[tuple[str, str]] = dataclasses.field(default_factory=list)
 
 
 # Drawing -------------------------------------------------------------------------------------------------
@@ -147,10 +140,9 @@ def why_not(case: Case) -> Exception | None:
 
 def judge(case: Case, folder: Path) -> Verdict | None:
     """Judges a case by what its ranks have noted; None if it has not come to its end."""
-    verdict = Verdict(case)
     said = _said(folder)
-    verdict.happened = [(one["kind"], one["point"]) for one in said if one["what"] == "fault"]
-    asked = {one["iteration"] for one in said if one["what"] == "fault"}
+    faults = [one for one in said if one["what"] == "fault"]
+    asked = {one["iteration"] for one in faults}
     errors = [  # others come in the wake of our faults
         f"{one['mode']} run, rank {one['rank']}: {one['text']}"
         for one in said
@@ -171,10 +163,9 @@ def judge(case: Case, folder: Path) -> Verdict | None:
         wrong.append("the job ended in this case")
     else:
         wrong += _differences(case, ends)
-        missing = len(case.faults) - len(verdict.happened)
+        missing = len(case.faults) - len(faults)
         wrong += [f"{missing} faults did not happen"] * bool(missing)
-    verdict.wrong = "; ".join(wrong + _wrong_entries(case, said))
-    return verdict
+    return Verdict(case, "; ".join(wrong + _wrong_entries(case, said)))
 
 
 def _said(folder: Path) -> list[dict[str, Any]]:
@@ -224,74 +215,30 @@ def _wrong_entries(case: Case, said: list[dict[str, Any]]) -> list[str]:
             # The seal of the first recovery may still be unknown.
             is_right = one["rung"] == "CHECKPOINT" if not again or one["step"] == 0 else False
             is_right = is_right or (again and one["rung"] in ("PEERS", "COPIES" if case.may_go_back else ""))
-            if not is_right or one["lost"] > most:
+            reached = [
+                each["step"] or 0
+                for each in said
+                if each["what"] == "fault" and each["iteration"] < one["iteration"] and mode == "faulty"
+            ]
+            again_done = max(reached, default=0) - one["step"]
+            if not is_right or max(one["lost"], again_done) > most:
                 where = one["iteration"] - iterations[0]
-                wrong.append(f"{mode} run, iteration {where}: {one['lost']} steps lost, from {one['rung']}")
+                lost = f"{one['lost']} steps lost, {again_done} done again, from {one['rung']}"
+                wrong.append(f"{mode} run, iteration {where}: {lost}")
     return [*dict.fromkeys(wrong)][:3]
 
 
 # Running -------------------------------------------------------------------------------------------------
 
 
-def run_cases(cases: list[Case], folder: Path) -> Iterator[Verdict]:
-    """Runs cases of the same number of processes; those behind one that ends its job come in another one."""
-    number = 0
-    while cases:
-        place = folder / f"{number}"
-        trouble = _run_job(cases, place)
-        done = 0
-        for case in cases:
-            verdict = judge(case, place / case.name)
-            done += 1
-            if verdict is None:
-                said = _said(place / case.name)
-                last = said[-1] if said else {}
-                verdict = Verdict(
-                    case, wrong=f"the case did not end ({trouble or 'the job did'}); last: {last}"
-                )
-                yield verdict
-                break
-            if "the job ended in this case" in verdict.wrong:
-                yield verdict
-                break
-            if trouble and done == len(cases):
-                verdict.wrong = "; ".join(filter(None, (verdict.wrong, trouble)))
-            yield verdict
-        cases = cases[done:]
-        number += 1
-
-
-def _run_job(cases: list[Case], folder: Path) -> str:
-    """Runs a job to its end, or until it says nothing more; returns what is wrong with it."""
-    folder.mkdir(parents=True)
-    for case in cases:
-        (folder / case.name).mkdir()
-    processes = cases[0].ranks + cases[0].spares
-    words = ["--nproc-per-node", processes, "--max-rank-restarts", 100 * len(cases), HERE / "train_draw.py"]
-    words += ["--folder", folder, "--names", ",".join(case.name for case in cases)]
-    environment = {"TMPDIR": str(folder), **ENVIRONMENT, events.ENV: str(folder / "events")}
-    with open(folder / "output", "wb") as output, _start:
-        ftrun = warm_ftrun.start_ftrun([str(word) for word in words], output.fileno(), folder, environment)
-    trouble = ""
-    try:
-        heard, at = -1, time.monotonic()
-        while True:
-            try:
-                code = ftrun.wait(5)
-                trouble = f"ftrun ended with {code}" if code else ""
-                break
-            except subprocess.TimeoutExpired:
-                now = sum(path.stat().st_size for path in folder.glob("*/said"))
-                if now != heard:
-                    heard, at = now, time.monotonic()
-                elif time.monotonic() - at > SILENCE:
-                    trouble = f"nothing was heard for {SILENCE:g} s"
-                    break
-    finally:
-        ftrun.kill()
-        ftrun.wait()
-    left = end_left(folder)
-    return trouble or (f"a process was left: {left[0]}" if left else "")
+def run_all(cases: list[Case], folder: Path) -> Iterator[Verdict]:
+    """Runs cases in few jobs; keeps the files of those in which something is wrong."""
+    for number, job in enumerate(in_jobs(cases)):
+        place = folder / f"job-{number}"
+        verdicts = run_job(job, place)
+        if not any(verdict.wrong for verdict in verdicts):
+            shutil.rmtree(place)
+        yield from verdicts
 
 
 def in_jobs(cases: Iterable[Case]) -> list[list[Case]]:
@@ -299,30 +246,31 @@ def in_jobs(cases: Iterable[Case]) -> list[list[Case]]:
     groups: dict[tuple[int, int], list[Case]] = {}
     for case in cases:
         groups.setdefault((case.ranks, case.spares), []).append(case)
-    jobs = [each[at : at + PER_JOB] for each in groups.values() for at in range(0, len(each), PER_JOB)]
-    return sorted(jobs, key=len, reverse=True)
+    return [each[at : at + PER_JOB] for each in groups.values() for at in range(0, len(each), PER_JOB)]
 
 
-def run_all(cases: list[Case], folder: Path, processes: int) -> Iterator[Verdict]:
-    """Runs cases, in so many jobs at once; keeps the files of those in which something is wrong."""
-    with concurrent.futures.ThreadPoolExecutor(processes) as pool:
-        futures = {
-            pool.submit(lambda job=job, at=folder / f"job-{number}": list(run_cases(job, at))): folder
-            / f"job-{number}"
-            for number, job in enumerate(in_jobs(cases))
-        }
-        for future in concurrent.futures.as_completed(futures):
-            verdicts = future.result()
-            if not any(verdict.wrong for verdict in verdicts):
-                shutil.rmtree(futures[future])
-            yield from verdicts
+def run_job(cases: list[Case], folder: Path) -> list[Verdict]:
+    """Runs cases of the same number of processes; what is wrong with the job counts for its last one."""
+    for case in cases:
+        (folder / case.name).mkdir(parents=True)
+    processes = cases[0].ranks + cases[0].spares
+    words = ["--nproc-per-node", processes, "--max-rank-restarts", 100 * len(cases), HERE / "train_draw.py"]
+    words += ["--folder", folder, "--names", ",".join(case.name for case in cases)]
+    _, trouble = run_ftrun(words, folder, ENVIRONMENT, START + A_CASE * len(cases))
+    verdicts = []
+    for case in cases:
+        said = _said(folder / case.name)
+        unfinished = Verdict(case, f"it did not end; last: {said[-1] if said else 'nothing'}")
+        verdicts.append(judge(case, folder / case.name) or unfinished)
+    verdicts[-1].wrong = "; ".join(filter(None, (verdicts[-1].wrong, *trouble)))
+    return verdicts
 
 
 def main() -> None:
     """Runs the cases of some seeds, and prints what became of them."""
     seeds = map(int, sys.argv[1:])
     with warm_ftrun.warm():
-        for verdict in run_all([drawn(seed) for seed in seeds], Path(tempfile.mkdtemp()), 2):
+        for verdict in run_all([drawn(seed) for seed in seeds], Path(tempfile.mkdtemp())):
             print(verdict)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -17,12 +18,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from draw_cases import TORN, Case, draw
+from draw_cases import POINTS, ROLL, TORN, Case, draw
 from draw_parts import build, described, train, update
 from torch.distributed.device_mesh import init_device_mesh
 
 from ft_wrapper import CallWrapper, Compose, Limits, LiveState, Wrapper
 from ft_wrapper.exception import JobAbort, RestartAbort
+from ft_wrapper.live import live_state, performer, wire
+from ft_wrapper.live.tree import named
 from ft_wrapper.rank_assignment import FillGaps, MaxActiveWorldSize, RankAssignment, ReplicaGroups
 
 SETTINGS: dict[str, Any] = {
@@ -37,8 +40,8 @@ SETTINGS: dict[str, Any] = {
     "progress_watchdog_interval": 0.1,
     "termination_grace_time": 0.3,
     "rejoin": True,
-    # Ours may be two in a row without progress.
-    "limits": Limits(join_window=0.1, rejoin_wait=20.0, max_same_faults=4),
+    # Ours may be three in a row without progress.
+    "limits": Limits(join_window=0.1, rejoin_wait=20.0, max_same_faults=6),
 }
 EVERY = 2
 
@@ -60,6 +63,7 @@ class Points:
     def __init__(self, case: Case, folder: Path, mode: str, **place: Any) -> None:
         self.case, self.folder, self.mode, self.place = case, folder, mode, place
         self.step: int | None = None
+        self.recovering = True
 
     def say(self, what: str, **fields: Any) -> None:
         """Notes something, in a line that is written in one piece."""
@@ -77,24 +81,96 @@ class Points:
 
     def before(self, point: str, step: int | None = None) -> None:
         """Has a fault happen that belongs here, unless it has happened."""
-        if point not in (TORN, "entry"):
+        if step is not None:
             self.step = step
+        if point == TORN and self.recovering:
+            point = ROLL
         for index, fault in enumerate(self.case.faults if self.mode == "faulty" else ()):
             if fault.rank != self.place["rank"] or fault.point != point:
                 continue
-            at = fault.step - 1 if point == "entry" else fault.step
-            if point == "entry":
-                # After the fault before it, which may have gone back.
-                if index == 0 or not (self.folder / f"fired-{index - 1}").exists():
+            if point in (*POINTS, TORN) and point != "entry":
+                if fault.step != self.step:
                     continue
-            elif at != self.step:
-                continue
+            elif index == 0 or not (self.folder / f"fired-{index - 1}").exists():
+                continue  # it belongs behind the fault before it, which may have gone back
             with contextlib.suppress(FileExistsError):
                 (self.folder / f"fired-{index}").touch(exist_ok=False)
                 self.say("fault", kind=fault.kind, point=point, index=index, step=self.step)
                 if fault.kind == "sigkill":
                     os.kill(os.getpid(), signal.SIGKILL)
                 raise Injected(f"{point} of step {self.step}")
+
+
+class Probed(performer.TorchPerformer):
+    """Comes to points of votes and recoveries, which the product has no seams for."""
+
+    def make_ready(self) -> None:
+        """See `Performer`."""
+        super().make_ready()
+        before("before vote")
+
+    def vote(self, step: int) -> None:
+        """See `Performer`: a step's, and the seal."""
+        what = "seal" if points_of_now[-1].recovering else "vote"
+        if what == "seal":
+            before("before seal")
+        super().vote(step)
+        before(f"after {what}")
+
+    def gather(self, mine: Any) -> Any:
+        """See `Performer`."""
+        before("before gather")
+        said = super().gather(mine)
+        before("after gather")
+        return said
+
+    def rebind(self) -> None:
+        """See `Performer`: what a rank has stays where it is in memory."""
+        there = self._addresses()
+        super().rebind()
+        assert self._addresses() == there
+
+    @torch.no_grad()
+    def _addresses(self) -> dict[str, int]:
+        """Of all tensors but parameters whose shards FSDP2 pads."""
+        described = self._form.describe(self._kept.objects)
+        shards = dist.get_world_size() if self._form.is_sharded else 1
+        return {
+            name: self._form.local(tensor)[0].data_ptr()
+            for name, tensor in named(described)
+            if tensor.dim() == 0 or tensor.shape[0] % shards == 0
+        }
+
+    def adopt(self, received: Any) -> None:
+        """See `Performer`."""
+        before("adopt")
+        super().adopt(received)
+        before("adopted")
+
+    def seal(self, plan: Any, register: Any) -> None:
+        """See `Performer`."""
+        before("before register")
+        super().seal(plan, register)
+        before("after register")
+        points_of_now[-1].recovering = False
+
+
+def before(point: str) -> None:
+    """At a point of the iteration that is on."""
+    points_of_now[-1].before(point)
+
+
+def install() -> None:
+    """Puts the points into this process: also into the middle of a vote, and behind each piece of a move."""
+    hear = wire.Ballot._hear
+
+    def hears(self: wire.Ballot, since: int, size: int) -> bytes:
+        before("in seal" if points_of_now[-1].recovering else "in vote")
+        return hear(self, since, size)
+
+    wire.Ballot._hear = hears  # type: ignore[method-assign]
+    performer.move = functools.partial(wire.move, at=before)  # type: ignore[attr-defined]
+    live_state.TorchPerformer = Probed  # type: ignore[misc]
 
 
 def run(case: Case, folder: Path, mode: str, call_wrapper: CallWrapper = None) -> None:
@@ -128,10 +204,11 @@ def _run(case: Case, points: Points, call_wrapper: CallWrapper) -> None:
         update(case, objects, step, loss, works=works)
 
     def built() -> dict[str, Any]:
-        objects = build(case, mesh, lambda point: points_of_now[-1].before(point))
+        objects = build(case, mesh, before)
         names[:] = objects
         return objects
 
+    points_of_now[:] = [points]
     live = LiveState(
         call_wrapper,
         built,
@@ -141,7 +218,6 @@ def _run(case: Case, points: Points, call_wrapper: CallWrapper) -> None:
         verify_every=case.verify_every,
         **options,
     )
-    points_of_now[:] = [points]
     points.say("entered", rung=live.plan.rung.name, lost=live.plan.lost, step=live.step)
     points.before("entry")
     wrapped: Any = lambda module: module  # noqa: E731
@@ -168,10 +244,20 @@ points_of_now: list[Points] = []
 """Those of the iteration that is on; an optimizer may have been built in an earlier one."""
 
 
+class Moves(RankAssignment):
+    """Each process takes the place of the next one."""
+
+    def __call__(self, ctx: Any) -> Any:
+        """See `RankAssignment`."""
+        ctx.state.rank = (ctx.state.rank + 1) % ctx.state.world_size
+        return ctx
+
+
 def places(case: Case) -> RankAssignment:
     """Who trains."""
-    most = MaxActiveWorldSize(case.ranks)
-    return Compose(most, ReplicaGroups(case.ranks // 2) if case.form == "hsdp" else FillGaps())
+    fills = ReplicaGroups(case.ranks // 2) if case.form == "hsdp" else FillGaps()
+    # From right to left.
+    return Compose(MaxActiveWorldSize(case.ranks), *([Moves()] if case.moves else []), fills)
 
 
 def main() -> None:
@@ -183,6 +269,7 @@ def main() -> None:
     logging.basicConfig(format="%(name)s: %(message)s", level=logging.WARNING)
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)
+    install()
     for name in args.names.split(","):
         seed, _, attempt = name.partition(".")
         case = draw(int(seed), int(attempt or 0))
@@ -193,7 +280,7 @@ def main() -> None:
                 wrapped(case, folder, mode)
             except (Exception, RestartAbort):
                 traceback.print_exc()
-                return  # and is not started again: the cases behind this one come in another job
+                return  # and is not started again
     print("all cases are through", flush=True)
 
 
