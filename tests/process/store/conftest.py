@@ -10,8 +10,9 @@ import pytest
 from etcd_helpers import Make, Relay
 from store_helpers import Proxy
 from store_jobs import Script
-from support.store_kinds import ON_REAL, REAL, TIMEOUT, real_store
+from support.store_kinds import REAL, TIMEOUT, real_store
 
+from ft_wrapper.protocol import Agreement
 from ft_wrapper.store import EtcdStore, FileStore, PrefixStore, StoreMixin, TCPStoreServer
 from ft_wrapper.testing import EtcdServer, FakeStore
 
@@ -33,14 +34,10 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, etcd_if_any: object) -
         yield inner if request.param == kind else PrefixStore(5, inner)
 
 
-@pytest.fixture(params=["fake", *ON_REAL])
-def job_store(request: pytest.FixtureRequest, etcd_if_any: object) -> Iterator[StoreMixin]:
-    """A store of each kind for the jobs of `store_jobs`."""
-    if request.param in REAL:
-        with real_store(request.param, request) as connect:
-            yield connect()
-    else:
-        yield FakeStore(Script())
+@pytest.fixture
+def job() -> Agreement:
+    """A job in memory. What its store has to do is in test_operations.py and test_steps.py."""
+    return Agreement(FakeStore(Script()))
 
 
 @pytest.fixture

@@ -1,14 +1,10 @@
-"""Jobs of members without processes; on a store whose time passes only while somebody waits, or real."""
+"""Jobs of members without processes; on a store whose time passes only while somebody waits."""
 
 from __future__ import annotations
 
-import contextlib
 import heapq
-from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from typing import Any
-
-from store_helpers import Background
 
 from ft_wrapper.protocol import Agreement
 from ft_wrapper.protocol.housekeeping import past_keys
@@ -44,39 +40,10 @@ class Script(Clock):
         return waiter.woken
 
 
-@contextlib.contextmanager
-def meanwhile(store: StoreMixin, key: str | None, act: Callable[[StoreMixin], Any]) -> Iterator[None]:
-    """Lets others do something while the block waits.
-
-    Args:
-        store: whose clock the others go by, if it is a script.
-        key: on a real store, after which key was written they do so; None: at once.
-        act: what they do.
-    """
-    if isinstance(store, FakeStore):
-        assert isinstance(store.clock, Script)
-        store.clock.at(store.now() + 0.1, lambda: act(store))
-        yield
-        return
-    others = store.clone()
-
-    def run() -> None:
-        if key is not None:
-            others.wait([key], timedelta(seconds=60))
-        act(others)
-
-    thread = Background(run)
-    try:
-        yield
-    finally:
-        thread.join()
-        others.close()
-
-
-def formed(slots: Sequence[int]) -> tuple[FakeStore, View, list[Member]]:
-    """A job that has just formed: its store, a fake one with a script, its iteration, its members."""
-    store = FakeStore(Script())
-    return store, *formed_in(store, slots)
+def formed(slots: Sequence[int]) -> tuple[Agreement, View, list[Member]]:
+    """A job that has just formed, on a fake store with a script; its iteration, its members."""
+    job = Agreement(FakeStore(Script()))
+    return job, *formed_in(job.store, slots)
 
 
 def formed_in(store: StoreMixin, slots: Sequence[int]) -> tuple[View, list[Member]]:

@@ -93,13 +93,6 @@ def test_wait_in_vain(store: StoreMixin) -> None:
     assert "the key" in str(error)
 
 
-def test_who_waits_hears_whether_it_came(store: StoreMixin) -> None:
-    assert store.wait_for("k", 0.0) is None
-    store.set("k", "1")
-    assert store.wait_for("k", 0.0) is not None
-    assert store.wait_for("k", 5.0) is not None
-
-
 def test_threads_lose_nothing(store: StoreMixin) -> None:
     clients = [store.clone() for _ in range(4)]
     start = threading.Barrier(4)
@@ -177,13 +170,13 @@ def test_what_a_store_of_ones_own_lacks_is_named() -> None:
             lacks()
 
 
-def test_prefix_store_is_over_with_its_iteration(job_store: StoreMixin) -> None:
-    store = job_store
+def test_prefix_store_is_over_with_its_iteration(job: Agreement) -> None:
+    store = job.store
     part = PrefixStore(1, store)
     assert not part.is_over()
-    Agreement(store).ends.end_iteration(1, "fault")
+    job.ends.end_iteration(1, "fault")
     assert part.is_over() and not PrefixStore(2, store).is_over() and not store.is_over()
-    Agreement(store).ends.end_iteration(2, "done")
+    job.ends.end_iteration(2, "done")
     assert not PrefixStore(2, store).is_over()
 
 

@@ -91,9 +91,10 @@ def test_who_has_no_secret_reads_and_does_not_write() -> None:
         blind.close("key", "text")
 
 
+@pytest.mark.parametrize("store", ["fake", "tcp", "etcd"], indirect=True)
 @pytest.mark.parametrize("forged", [b"", b"d", b"a \xff"], ids=repr)
-def test_each_step_is_sealed(job_store: StoreMixin, forged: bytes) -> None:
-    with contextlib.closing(job_store.clone()) as own, contextlib.closing(job_store.clone()) as stranger:
+def test_each_step_is_sealed(store: StoreMixin, forged: bytes) -> None:
+    with contextlib.closing(store.clone()) as own, contextlib.closing(store.clone()) as stranger:
         own.seal = seal()
         own.execute([Write({"text": "a", "other": "b"}), Append("log", "c"), SetIfAbsent("register", "d")])
         steps = [
