@@ -86,8 +86,9 @@ def test_more_keys_than_a_transaction_takes(etcd: EtcdServer, make: Make) -> Non
 
 def test_value_that_is_too_large(etcd: EtcdServer, make: Make) -> None:
     store = make(etcd.endpoints)
-    with pytest.raises(StoreError, match=r"'the key': .*too large.*no more than about 1500000 bytes"):
-        store.multi_set(["a", "the key"], ["1", bytes(2_000_000)])
+    for size in (1_600_000, 2_200_000):  # too large for etcd, and for its gateway
+        with pytest.raises(StoreError, match=r"'the key': .*(too large|larger than).*about 1500000 bytes"):
+            store.multi_set(["a", "the key"], ["1", bytes(size)])
     assert not store.check(["the key"])
     store.set("the key", "1")
 
@@ -319,20 +320,6 @@ def test_blocked_wait_costs_no_traffic(relay: Relay, make: Make) -> None:
         store.wait(["the key"], SECOND)
     assert isinstance(caught.value, DistStoreError)
     assert relay.requests[before:] == ["kv/txn", "watch", "kv/txn"]
-
-
-def test_waiting_for_different_keys_at_once(etcd: EtcdServer, make: Make) -> None:
-    store, other = make(etcd.endpoints), make(etcd.endpoints)
-    clients = [store.clone() for _ in range(6)]
-    for round_ in range(2):
-        keys = [f"{round_}.{number}" for number in range(6)]
-        waiting = [
-            Background(lambda client=client, key=key: client.get(key))  # type: ignore[misc]
-            for client, key in zip(clients, keys, strict=True)
-        ]
-        for key in reversed(keys):
-            other.append(key, key)
-        assert [one.join() for one in waiting] == [key.encode() for key in keys]
 
 
 def test_a_key_that_is_gone_again_has_been_there(relay: Relay, etcd: EtcdServer, make: Make) -> None:
