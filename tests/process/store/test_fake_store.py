@@ -12,7 +12,7 @@ import torch.distributed
 from store_helpers import Background
 from torch.distributed import DistNetworkError, DistStoreError
 
-from ft_wrapper.testing import Clock, FakeStore
+from ft_wrapper.testing import FakeStore
 
 BRIEF = timedelta(seconds=3)
 
@@ -102,23 +102,6 @@ def test_time_passes_only_when_turned(store: FakeStore) -> None:
     store.clock.advance(0.1)
     with pytest.raises(DistStoreError, match=r"wait timed out after 10 s: keys \['the key'\]"):
         waiting.join()
-
-
-def test_clock_only_goes_forward() -> None:
-    clock = Clock(5.0)
-    assert clock.now() == 5.0
-    with pytest.raises(ValueError, match="seconds=-1"):
-        clock.advance(-1)
-    with pytest.raises(TimeoutError, match="0 of 1 threads"):
-        clock.wait_for_sleepers(1, timeout=0.01)
-
-
-def test_sleep_by_the_clock() -> None:
-    clock = Clock()
-    sleeping = Background(lambda: clock.sleep(3.0))
-    clock.wait_for_sleepers(1)
-    clock.advance(3.0)
-    sleeping.join()
 
 
 def test_an_operation_fails_is_repeated_or_its_reply_is_lost(store: FakeStore) -> None:

@@ -13,7 +13,7 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -45,14 +45,14 @@ OPERATIONS: dict[str, Callable[[TCPStore], object]] = {
 }
 
 
-@pytest.mark.parametrize("what", OPERATIONS)
-def test_connection_cut_and_server_alive(proxy: Proxy, what: str) -> None:
+def test_connection_cut_and_server_alive(proxy: Proxy) -> None:
     store = TCPStore("localhost", proxy.port, timeout=LONG)
-    store.set("k", "v")
-    store.get("k")
-    assert proxy.cut() == 1
-    OPERATIONS[what](store)
-    assert store.add("alive", 1) == 1
+    for number, operation in enumerate(OPERATIONS.values(), 1):
+        store.set("k", "v")
+        store.get("k")
+        assert proxy.cut() == 1
+        operation(store)
+        assert store.add("alive", 1) == number
     store.close()
 
 
@@ -393,24 +393,27 @@ server.close()
 """
 
 
+@contextlib.contextmanager
+def hosting(
+    code: str, environment: dict[str, str] | None = None
+) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A process that hosts a store until it is told to end; and its port."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], env=environment, text=True, **pipes) as host:
+        try:
+            assert host.stdout is not None
+            yield host, int(host.stdout.readline())
+        finally:
+            host.kill()
+
+
 @pytest.mark.nightly("it opens some thousand connections")
 def test_store_carries_more_ranks_than_the_soft_limit_of_open_files_has_room_for() -> None:
     """40 ranks' connections, where 64 files are allowed; a process that the host forks has the 64 again."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < 512:
         pytest.skip(f"this process may open {hard} files")
-    host = subprocess.Popen(
-        [sys.executable, "-c", HOST_WITH_FEW_FILES],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    with contextlib.ExitStack() as owned:
-        owned.callback(host.wait)
-        owned.callback(host.kill)
-        assert host.stdout is not None
-        port = int(host.stdout.readline())
+    with hosting(HOST_WITH_FEW_FILES) as (host, port), contextlib.ExitStack() as owned:
         for rank in range(40):
             client = TCPStore("127.0.0.1", port, timeout=LONG)
             owned.callback(client.close)
@@ -452,19 +455,7 @@ def test_nonsense_costs_no_stack_trace_unless_the_user_wants_it(
     environment = {name: value for name, value in os.environ.items() if name != "TORCH_CPP_LOG_LEVEL"}
     if level:
         environment["TORCH_CPP_LOG_LEVEL"] = level
-    with contextlib.ExitStack() as owned:
-        host = owned.enter_context(
-            subprocess.Popen(
-                [sys.executable, "-c", QUIET_HOST],
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-            )
-        )
-        owned.callback(host.kill)
-        assert host.stdout is not None
-        port = int(host.stdout.readline())
+    with hosting(QUIET_HOST, environment) as (host, port):
         for query, length in requests:
             with socket.create_connection(("127.0.0.1", port), 60.0) as stranger:
                 stranger.sendall(struct.pack("<BIBQ", 0, 0x3C85F7CE, query, length))  # a hello, and a request
