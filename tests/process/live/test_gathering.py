@@ -133,22 +133,6 @@ def test_who_changes_a_bit_is_noticed_by_all(data: st.DataObject) -> None:
             assert f"active rank {rank}'s {OUTSIDE}" in str(error)
 
 
-FORGERS = {
-    "has another secret": signs(b"another's"),
-    "has none": unsigned,
-    "is of another iteration": signs(about="live 2 state"),
-    "is of another state": signs(about="live 3 other"),
-}
-
-
-@pytest.mark.parametrize("sign", [pytest.param(sign, id=name) for name, sign in FORGERS.items()])
-def test_who_signs_otherwise_is_not_heard(make: Any, sign: Sign) -> None:
-    if sign is unsigned:  # gloo wants as many bytes from each
-        sign = lambda what, said: bytes(SIZE)  # noqa: E731
-    for rank, error in enumerate(make(2).run([["a"], ["b"]], [signs(), sign])):
-        assert f"active rank {1 - rank}'s {OUTSIDE}" in str(error)
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("number", [3, 4])
 def test_what_was_said_before_is_not_taken_again(make: Any, number: int, rank: int) -> None:

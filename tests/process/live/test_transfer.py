@@ -196,18 +196,6 @@ def test_states_of_next_to_nothing(state: Any) -> None:
     assert outcomes[2].bytes == (1 if isinstance(state, torch.Tensor) else 0)
 
 
-def test_ten_thousand_small_tensors_are_one_piece() -> None:
-    state = {number: torch.full((10,), number) for number in range(10_000)}
-    ranks = Ranks([Route(1, (0,))], [state, None])
-    counts = [0, 0]
-    for rank in (0, 1):
-        ranks.at[rank] = lambda _, rank=rank: counts.__setitem__(rank, counts[rank] + 1)  # type: ignore[misc]
-    _, received = ranks.run()
-    assert counts == [1, 1]
-    got = state_in(received)
-    assert all(torch.equal(got[number], state[number]) for number in state)
-
-
 def test_a_holder_whose_bytes_are_laid_out_in_another_way_does_not_send() -> None:
     weight = torch.arange(100_000)
     tied, untied = {"a": weight, "b": weight}, {"a": weight, "b": weight.clone()}
@@ -217,36 +205,7 @@ def test_a_holder_whose_bytes_are_laid_out_in_another_way_does_not_send() -> Non
     assert (sent.bytes, other.bytes) == (800_000, 0)
 
 
-# Strangers -------------------------------------------------------------------------------------------------
-
-
-def test_strangers_are_ignored() -> None:
-    ranks = Ranks([Route(1, (0,))], [state_of(1, LARGE), None])
-    with contextlib.ExitStack() as stack:
-
-        def connect(address: Any) -> socket.socket:
-            return stack.enter_context(socket.create_connection(tuple(address), LIMIT))
-
-        strangers = []
-
-        def intrude(said: list[Any]) -> list[Any]:
-            _, address, nonce = said[0][0]
-            mine = nonce.encode()[:16]
-            connect(address).close()
-            strangers.append(connect(address))  # says nothing
-            for hello in (bytes(16), mine):
-                strangers.append(connect(address))
-                strangers[-1].sendall(hello)
-            strangers.append(connect(address))
-            strangers[-1].sendall(mine[:7])  # stops in the middle
-            for stranger in strangers[1:3]:
-                assert stranger.recv(1) == b"", "a stranger was answered"
-            return said
-
-        ranks.gathered[1] = intrude
-        _, received = ranks.run()
-        assert_equal(state_in(received), ranks.states[0])
-        assert strangers[0].recv(1) == b"", "the silent one was not closed at the end"
+# Damage ----------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -311,18 +270,6 @@ def test_a_holder_that_nobody_listens_for() -> None:
     assert str(sent) == "active rank 1 has not come to a transfer in 1 s"
 
 
-def test_an_error_of_the_seam_is_the_movers_and_the_peer_names_the_rank() -> None:
-    ranks = Ranks([Route(1, (0,))], [state_of(1, LARGE), None])
-
-    def fail(point: str) -> None:
-        raise ZeroDivisionError
-
-    ranks.at[0] = fail
-    sent, received = ranks.run()
-    assert isinstance(sent, ZeroDivisionError)
-    assert isinstance(received, ConnectionError) and str(received).startswith("rank 0 is gone: it had sent ")
-
-
 def test_only_the_stalled_holder_is_named() -> None:
     ranks = Ranks([Route(2, (0, 1))], [state_of(1, LARGE), state_of(1, LARGE), None], timeout=SHORT)
     over = threading.Event()
@@ -374,25 +321,15 @@ def at_piece(number: int, do: Callable[[], object]) -> Callable[[str], None]:
 
 
 @pytest.mark.parametrize("lost", [0, 1], ids=["holder", "receiver"])
-def test_a_rank_is_killed(lost: int) -> None:
-    ranks = Ranks([Route(1, (0,))], [state_of(1, LARGE), None])
-    ranks.at[lost] = at_piece(3, lambda: os.kill(os.getpid(), signal.SIGKILL))
-    verb = ["sent", "taken"][lost]
-    with (
-        forked(ranks, lost) as gather,
-        pytest.raises(ConnectionError, match=rf"rank {lost} is gone: it had {verb} .* of 67\.1 MB"),
-    ):
-        ranks.move(1 - lost, gather)
-
-
-@pytest.mark.parametrize("lost", [0, 1], ids=["holder", "receiver"])
-def test_a_rank_is_stopped(lost: int) -> None:
-    ranks = Ranks([Route(1, (0,))], [state_of(1, LARGE), None], timeout=SHORT)
-    ranks.at[lost] = at_piece(3, lambda: os.kill(os.getpid(), signal.SIGSTOP))
-    with (
-        forked(ranks, lost) as gather,
-        pytest.raises(TimeoutError, match=rf"between this rank and rank {lost} \("),
-    ):
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_is_killed_or_stopped(lost: int, signum: signal.Signals) -> None:
+    is_killed = signum is signal.SIGKILL
+    ranks = Ranks([Route(1, (0,))], [state_of(1, LARGE), None], timeout=LIMIT if is_killed else SHORT)
+    ranks.at[lost] = at_piece(3, lambda: os.kill(os.getpid(), signum))
+    gone = rf"rank {lost} is gone: it had {['sent', 'taken'][lost]} .* of 67\.1 MB"
+    stalled = rf"between this rank and rank {lost} \("
+    kind, text = (ConnectionError, gone) if is_killed else (TimeoutError, stalled)
+    with forked(ranks, lost) as gather, pytest.raises(kind, match=text):
         ranks.move(1 - lost, gather)
 
 
@@ -412,41 +349,6 @@ def test_a_rank_that_was_stopped_itself_goes_on() -> None:
 
 class Interrupt(BaseException):
     pass
-
-
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    def handler(signum: int, frame: FrameType | None) -> None:
-        raise Interrupt
-
-    before = signal.signal(signal.SIGUSR1, handler)
-    yield
-    signal.signal(signal.SIGUSR1, before)
-
-
-@pytest.mark.parametrize("here", [0, 1], ids=["holder", "receiver"])
-def test_the_main_thread_is_interrupted_while_it_waits(here: int, interruptible: None) -> None:
-    ranks = Ranks([Route(1, (0,))], [state_of(1, LARGE), None])
-    over = threading.Event()
-
-    def interrupt() -> None:
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
-        assert over.wait(LIMIT), "the main thread did not leave"
-
-    ranks.at[1 - here] = at_piece(4, interrupt)
-    before = sockets()
-    with ranks.others(here) as outcomes:
-        try:
-            ranks.move(here)
-        except Interrupt:
-            pass
-        else:
-            pytest.fail("it was not interrupted")
-        finally:
-            over.set()
-    assert isinstance(outcomes[1 - here], ConnectionError)
-    assert f"rank {here} is gone" in str(outcomes[1 - here])
-    assert sockets() <= before
 
 
 def connect_and_leave(ranks: Ranks) -> None:

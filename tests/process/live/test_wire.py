@@ -1,4 +1,4 @@
-"""Connections between ranks, where anybody may connect: who says no hello delays nobody, nor is answered."""
+"""Votes over connections of their own, where anybody may connect: who says no hello delays nobody."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import contextlib
 import itertools
 import multiprocessing
 import os
+import random
 import resource
 import secrets
 import socket
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor
 
+import psutil
 import pytest
 
 from ft_wrapper.live import wire
@@ -40,16 +41,18 @@ def ballots(size: int, sign: Sign = sealed, timeout: float = LIMIT) -> Iterator[
         yield made
 
 
-def vote_all(made: Sequence[Ballot]) -> None:
+def open_all(made: Sequence[Ballot], threads: ThreadPoolExecutor) -> None:
     addresses = [one.address for one in made]
+    for done in [threads.submit(one.open, addresses) for one in made]:
+        done.result(LIMIT)
 
-    def vote(one: Ballot, rank: int) -> Any:
-        one.open(addresses)
-        return one.vote((rank + 5, -rank, 7))
 
-    with ThreadPoolExecutor(len(made)) as threads:
-        votes = [*threads.map(vote, made, range(len(made)), timeout=LIMIT)]
-    assert votes == [(5, 1 - len(made), 7)] * len(made)
+@contextlib.contextmanager
+def opened(size: int, timeout: float = LIMIT) -> Iterator[tuple[list[Ballot], ThreadPoolExecutor]]:
+    """Ballots of so many ranks, and a thread for each."""
+    with ballots(size, timeout=timeout) as made, ThreadPoolExecutor(size) as threads:
+        open_all(made, threads)
+        yield made, threads
 
 
 class Strangers(contextlib.ExitStack):
@@ -84,9 +87,11 @@ KINDS = (
 @SIGNS
 def test_strangers_do_not_delay_a_vote(sign: Sign) -> None:
     """They come first, and to all ranks; and are gone afterwards."""
-    with Strangers() as strangers, ballots(3, sign) as made:
+    with Strangers() as strangers, ballots(3, sign) as made, ThreadPoolExecutor(3) as threads:
         lines = [strangers.connect(made[number % 3], KINDS[number % 5]) for number in range(200)]
-        vote_all(made)
+        open_all(made, threads)
+        votes = [threads.submit(one.vote, (rank + 5, -rank, 7)) for rank, one in enumerate(made)]
+        assert [one.result(LIMIT) for one in votes] == [(5, -2, 7)] * 3
         assert all(map(is_closed, lines))
 
 
@@ -212,3 +217,108 @@ def test_a_hello_of_before_opens_nothing(sign: Sign) -> None:
         with pytest.raises(TimeoutError, match=r"rank 1 has not come to a vote in 0\.2 s; strangers came: 1"):
             made[0].connect([one.address for one in made], [1], [])
         assert is_closed(line)
+
+
+# ---- votes
+
+
+def vote(threads: ThreadPoolExecutor, one: Ballot, *values: int) -> Future[wire.Values]:
+    return threads.submit(one.vote, (values[0], values[1], values[2]))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_the_least_of_each_value(size: int) -> None:
+    choose = random.Random(size)
+    with opened(size) as (made, threads):
+        for _ in range(50):
+            said = [[choose.randint(-(1 << 62), 1 << 62) for _ in range(3)] for _ in made]
+            votes = [vote(threads, one, *values) for one, values in zip(made, said, strict=True)]
+            least = tuple(min(values) for values in zip(*said, strict=True))
+            assert [one.result(LIMIT) for one in votes] == [least] * size
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 17])
+def test_all_hear_what_rank_0_tells(size: int) -> None:
+    choose = random.Random(size)
+    sizes = [0, 1, 4096, *([3 << 20] if size < 10 else [])]
+    said = [choose.randbytes(choose.choice(sizes)) for _ in range(8)]
+    votes = [choose.random() < 0.5 for _ in said]  # both go through the same connections
+
+    def take_part(one: Ballot, rank: int) -> list[bytes]:
+        heard = []
+        for number, (each, has_vote) in enumerate(zip(said, votes, strict=True)):
+            heard.append(one.tell(b"not mine" if rank else each))
+            assert not has_vote or one.vote((number, rank, -rank)) == (number, 0, 1 - size)
+        return heard
+
+    with opened(size) as (made, threads):
+        heard = [threads.submit(take_part, one, rank) for rank, one in enumerate(made)]
+        assert all(each.result(LIMIT) == said for each in heard)
+
+
+def test_rank_0_waits_for_none() -> None:
+    with opened(3) as (made, _):
+        assert made[0].tell(b"says it") == b"says it"
+        assert made[2].tell(b"") == b"says it"
+
+
+def test_a_vote_ends_nowhere_without_one() -> None:
+    size = 5
+
+    def votes_and_leaves(one: Ballot) -> None:
+        with contextlib.closing(one):
+            one.vote((0, 0, 0))
+
+    for silent in range(size):
+        with opened(size) as (made, threads):
+            votes = [threads.submit(votes_and_leaves, one) for one in made if one is not made[silent]]
+            made[silent].close()
+            for one in votes:
+                with pytest.raises(ConnectionError, match=r"active rank \d is gone"):
+                    one.result(LIMIT)
+
+
+def test_who_does_not_vote_is_named() -> None:
+    with (
+        opened(3, timeout=0.1) as (made, _),
+        pytest.raises(TimeoutError, match=r"active rank 2 has not come to a vote in 0\.1 s"),
+    ):
+        made[0].vote((0, 0, 0))
+
+
+def test_a_rank_that_closed_before_it_opened_is_named() -> None:
+    with ballots(2) as made:
+        made[1].close()
+        with pytest.raises(ConnectionError, match="active rank 1 is gone"):
+            made[0].open([one.address for one in made])
+
+
+def test_an_abort_frees_this_rank_and_no_other() -> None:
+    with opened(2) as (made, threads):
+        first = vote(threads, made[0], 0, 0, 0)
+        made[0].abort()
+        with pytest.raises(ConnectionError, match="active rank 1 is gone"):
+            first.result(LIMIT)
+        assert made[1].vote((3, 3, 3)) == (0, 0, 0)  # rank 0 had said its own
+        for _ in range(3):
+            made[1].to[0].sendall(b"nor does it later")
+
+
+def test_an_abort_frees_who_waits_for_a_connection() -> None:
+    with ballots(2) as made, ThreadPoolExecutor(1) as threads:
+        waits = threads.submit(made[0].open, [one.address for one in made])
+        while not waits.done():  # before it waits, an abort does nothing yet: so does the wrapper
+            made[0].abort()
+            with contextlib.suppress(TimeoutError, ConnectionError):
+                waits.result(0.01)
+        with pytest.raises(ConnectionError, match="active rank 1 is gone"):
+            waits.result(0)
+
+
+def test_nothing_stays_open() -> None:
+    before = len(psutil.Process().net_connections("tcp"))
+    with opened(5) as (made, threads):
+        for one in [vote(threads, one, 0, 0, 0) for one in made]:
+            one.result(LIMIT)
+        assert len(psutil.Process().net_connections("tcp")) == before + 5 * 2 * 3
+    assert len(psutil.Process().net_connections("tcp")) == before
