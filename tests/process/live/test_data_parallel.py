@@ -116,26 +116,3 @@ def test_what_lays_out_its_buckets_again_is_made_again(job: Job) -> None:
 def test_without_a_kept_group_it_is_made_again(job: Job) -> None:
     job.start(2, trains, {"0:2:1": "raise"}, keep=False)
     assert job.wait() == [[1, 2, 2]] * 2
-
-
-def asks(rank: Rank, name: str) -> str:
-    @Wrapper(**SETTINGS)
-    def train(call_wrapper: CallWrapper) -> str:
-        call_wrapper.process_group()
-        try:
-            LiveState(call_wrapper, build).data_parallel(name)
-        except (KeyError, TypeError) as error:
-            return str(error)
-        return "no error"
-
-    return train()
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [("modle", "build() returned 'model', 'optimizer'"), ("optimizer", "takes a module of a state without")],
-)
-def test_what_cannot_be_wrapped(job: Job, name: str, text: str) -> None:
-    job.start(1, asks, name)
-    (said,) = job.wait()
-    assert text in said

@@ -368,11 +368,7 @@ WRONG: list[tuple[str, Any, dict[str, Any]]] = [
     ("restore=7 must be callable", build, {"restore": 7}),
     ("it must return a dict such as", lambda: nn.Linear(1, 1), {}),
     ("'step' is int, which has no state_dict", lambda: {"step": 3}, {}),
-    (
-        "'m' is a DistributedDataParallel",
-        lambda: {"m": DistributedDataParallel(nn.Linear(1, 1))},
-        {},
-    ),
+    ("'m' is a DistributedDataParallel", lambda: {"m": DistributedDataParallel(nn.Linear(1, 1))}, {}),
     ("'optimizer' updates 6 parameters of no module", without("model"), {}),
     ("'optimizer' has a scheduler that build() did not return", without("scheduler"), {}),
     ("pass update= to LiveState", with_plateau, {}),
@@ -432,6 +428,10 @@ MISUSE = {
 }
 
 
+UNFIT = {"modle": "build() returned 'model', 'optimizer'", "optimizer": "takes a module of a state without"}
+"""What `LiveState.data_parallel` does not wrap."""
+
+
 def said_by(function: Callable[..., object], *arguments: Any, **keywords: Any) -> str:
     try:
         function(*arguments, **keywords)
@@ -451,6 +451,8 @@ def complains(rank: Rank) -> Any:
         if kept:
             said["other iteration"] = said_by(kept[0].commit)
             return
+        live = LiveState(call_wrapper, build, name="data_parallel")
+        said.update({name: said_by(live.data_parallel, name) for name in UNFIT})
         said["no call_wrapper"] = said_by(LiveState, None, build)
         for text, wrong, arguments in WRONG:
             said[text] = said_by(LiveState, call_wrapper, wrong, **{"name": text, **arguments})
@@ -477,6 +479,8 @@ def test_what_would_come_again_ends_the_call(job: Job) -> None:
         assert said.pop(what).startswith(text)
     assert said.pop("buddies=2 and no other rank is no error") == "nothing was said"
     assert log_of(job).count("live state: buddies=2, but there are 0 other ranks") == 1
+    for name, text in UNFIT.items():
+        assert text in said.pop(name)
     texts = {**{text: text for text, _, _ in WRONG[:-1]}, **MISUSE}
     texts["no call_wrapper"] = "call_wrapper=None must be the CallWrapper"
     assert said.keys() == texts.keys()
