@@ -51,26 +51,17 @@ def by_line(module: str, name: str) -> bytes:
     return f"c{module}\n{name}\n".encode()
 
 
+# Of the standard library each name is tried below.
 HOSTILE = [
     ("os", "system"),
-    ("subprocess", "Popen"),
     ("subprocess", "os.system"),
-    ("builtins", "eval"),
-    ("builtins", "getattr"),
-    ("builtins", "type"),
     ("builtins", "object.__subclasses__"),
     ("__builtin__", "eval"),
-    ("functools", "partial"),
-    ("pickle", "loads"),
-    ("copyreg", "_reconstructor"),
     ("torch", "load"),
-    ("torch", "os.system"),
     ("torch", "float32.__class__.__base__.__subclasses__"),
     ("torch.storage", "_load_from_bytes"),
     ("torch._utils", "_rebuild_tensor_v2"),
-    ("numpy", "load"),
     ("numpy.testing._private.utils", "runstring"),
-    ("collections", "namedtuple"),
     ("collections", "OrderedDict.__init__.__globals__"),
 ]
 
