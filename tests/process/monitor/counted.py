@@ -1,11 +1,14 @@
-"""A store that counts what it is asked for."""
+"""A store that counts what it is asked for, and a job in a store."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from ft_wrapper.protocol import Agreement
+from ft_wrapper.protocol.records import MemberRecord, View
+from ft_wrapper.store import StoreMixin
 from ft_wrapper.testing import FakeStore
 
 
@@ -24,3 +27,15 @@ class CountedStore(FakeStore):
 
         self.on_operation(count)
         return seen
+
+
+def formed(store: StoreMixin, number: int, heart: Callable[[int], str | None] = lambda slot: None) -> View:
+    """A job that has just formed, each slot with its heart."""
+    for slot in range(number):
+        name = heart(slot)
+        Agreement(store).joining.join_first(
+            Agreement(store).joining.register(slot, MemberRecord(heart=name or None)), range(number)
+        )
+    current = Agreement(store).iterations.read_current()
+    assert current is not None
+    return current

@@ -6,32 +6,23 @@ import dataclasses
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from counted import CountedStore
+from counted import CountedStore, formed
 
 from ft_wrapper.exception import StoreError
 from ft_wrapper.monitor.heart import Heart, HeartBeat
 from ft_wrapper.protocol import Agreement, keys
 from ft_wrapper.protocol.operations import Heartbeat, Step
-from ft_wrapper.protocol.records import Member, MemberRecord, View
+from ft_wrapper.protocol.records import Member, View
 from ft_wrapper.settings import AllLimits
 from ft_wrapper.store import StoreMixin
 from ft_wrapper.testing import FakeStore
 
 TIMEOUT = 60.0
-SETTINGS = AllLimits(
-    monitor_process_interval=1.0,
-    soft_timeout=100.0,
-    hard_timeout=200.0,
-    progress_watchdog_interval=1.0,
-    termination_grace_time=1.0,
-    heartbeat_interval=1.0,
-    heartbeat_timeout=30.0,
-    barrier_timeout=100.0,
-)
+SETTINGS = AllLimits(heartbeat_interval=1.0, heartbeat_timeout=30.0)
 
 
 @dataclasses.dataclass(eq=False)
@@ -48,27 +39,15 @@ class Stub:
         self.left_out.append(left_out)
 
 
-def formed(store: StoreMixin, number: int, heart: Callable[[int], str | None] = lambda slot: None) -> View:
-    """A job that has just formed, each slot with its heart."""
-    for slot in range(number):
-        name = heart(slot)
-        Agreement(store).joining.join_first(
-            Agreement(store).joining.register(slot, MemberRecord(heart=name or None)),
-            range(number),
-        )
-    current = Agreement(store).iterations.read_current()
-    assert current is not None
-    return current
-
-
 def go_on(store: StoreMixin, view: View, *slots: int) -> View:
     """Ends an iteration, and only these slots go on."""
-    Agreement(store).ends.end_iteration(view.n, "fault")
+    job = Agreement(store)
+    job.ends.end_iteration(view.n, "fault")
     for slot in slots:
-        Agreement(store).iterations.arrive(view, Member(slot, 0), slot, len(view.members))
+        job.iterations.arrive(view, Member(slot, 0), slot, len(view.members))
     silent = frozenset(view.members) - {Member(slot, 0) for slot in slots}
-    Agreement(store).iterations.advance(view, Member(slots[0], 0), silent=silent)
-    current = Agreement(store).iterations.read_current()
+    job.iterations.advance(view, Member(slots[0], 0), silent=silent)
+    current = job.iterations.read_current()
     assert current is not None and current.n == view.n + 1
     return current
 
@@ -108,19 +87,20 @@ def test_where_the_timeout_is_short_each_tick_does_all() -> None:
 @pytest.mark.parametrize("timeout", [3.0, 30.0])
 def test_a_silent_node_is_noticed_within_the_timeout_and_some_intervals(timeout: float) -> None:
     store = FakeStore()
+    job = Agreement(store)
     view = formed(store, 6, lambda slot: f"node {slot // 2}")
     beat = HeartBeat(Agreement(store), "node 0", dataclasses.replace(SETTINGS, heartbeat_timeout=timeout))
     ranks = [Stub(Member(slot, 0), view) for slot in (0, 1)]
     for tick in range(200):
         if tick < 50:
-            Agreement(store).heartbeats.beat_heart("node 1")
-        Agreement(store).heartbeats.beat_heart("node 2")
+            job.heartbeats.beat_heart("node 1")
+        job.heartbeats.beat_heart("node 2")
         beat.tick(ranks)
-        if Agreement(store).ends.outcome_of(0) is not None:
+        if job.ends.outcome_of(0) is not None:
             break
         store.clock.advance(1.0)
     assert tick - 50 <= timeout + 6
-    assert {fault.member.slot for fault in Agreement(store).ends.faults_of(0)} == {2, 3}
+    assert {fault.member.slot for fault in job.ends.faults_of(0)} == {2, 3}
 
 
 def test_who_was_left_out_is_told_soon_after_a_pause_and_not_much_later_without() -> None:
@@ -231,17 +211,6 @@ def test_a_heart_beats_as_long_as_somebody_lives() -> None:
     finally:
         heart.close()
     assert store.closed == 1
-
-
-def test_a_heart_that_nobody_needed_has_asked_for_nothing() -> None:
-    connected = threading.Event()
-
-    def connect() -> StoreMixin:
-        connected.set()
-        return FakeStore()
-
-    Heart(connect, "node", SETTINGS).close()
-    assert not connected.is_set()
 
 
 def test_a_shared_heart_has_a_key_that_is_no_members() -> None:

@@ -50,18 +50,7 @@ class Unreliable(FakeStore):
 
 @pytest.fixture
 def settings() -> AllLimits:
-    return AllLimits(
-        monitor_process_interval=1.0,
-        soft_timeout=10.0,
-        hard_timeout=20.0,
-        progress_watchdog_interval=1.0,
-        termination_grace_time=1.0,
-        heartbeat_interval=0.001,
-        heartbeat_timeout=10.0,
-        barrier_timeout=10.0,
-        join_window=1.0,
-        replaced=False,
-    )
+    return AllLimits(heartbeat_interval=0.001, heartbeat_timeout=10.0, replaced=False)
 
 
 @contextlib.contextmanager

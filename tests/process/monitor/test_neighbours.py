@@ -9,7 +9,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from counted import CountedStore
+from counted import CountedStore, formed
 from torch.distributed import DistStoreError
 
 from ft_wrapper.protocol import Agreement, keys
@@ -54,15 +54,6 @@ def assign(store: FakeStore, n: int, *active_ranks: int | None) -> None:
         Agreement(store).entering.enter(
             n, Entered(Member(slot, 0), rank), (len(active_ranks), active), ("host", 1) if rank == 0 else None
         )
-
-
-def formed(store: FakeStore, number: int) -> View:
-    """A job that has just formed."""
-    for slot in range(number):
-        Agreement(store).joining.join_first(Agreement(store).joining.register(slot), range(number))
-    current = Agreement(store).iterations.read_current()
-    assert current is not None
-    return current
 
 
 def pass_time(
@@ -126,28 +117,6 @@ def test_many_that_are_lost_together_are_known_soon_after_the_first(store: FakeS
 # ---- one heart for several
 
 
-def test_a_silent_node_makes_all_its_members_suspect_at_once(
-    store: FakeStore, requests: Counter[str]
-) -> None:
-    view = view_of(12)
-    for number, heart in enumerate("abc"):
-        share(store, heart, *range(4 * number, 4 * number + 4))
-    watch = NeighbourWatch(Agreement(store), "a", TIMEOUT)
-    own = members(12)[:4]
-    for _ in range(int(3 * TIMEOUT)):
-        Agreement(store).heartbeats.beat_heart("c")
-        silent = watch.look(view, own)
-        if silent:
-            break
-        store.clock.advance(1.0)
-    assert silent == set(members(12)[4:8])
-    assert {fault.member for fault in Agreement(store).ends.faults_of(0)} == silent
-    requests.clear()
-    watch.look(view, own, Sight.HEARTS)
-    assert requests["heartbeat/b"] == requests["heartbeat/c"] == 1
-    assert requests["heartbeat/a"] == 0
-
-
 def test_a_node_watches_behind_each_row_of_its_members(store: FakeStore) -> None:
     """And passes over those of its own that are there no more: their heart goes on."""
     view = view_of(6)
@@ -175,18 +144,19 @@ def test_a_rank_whose_heart_is_mute_costs_a_restart_for_each_timeout_and_not_for
     store: FakeStore,
 ) -> None:
     """It leaves the function and arrives each time, so the decision of who arrives last keeps it."""
+    job = Agreement(store)
     view = formed(store, 3)
     watch = NeighbourWatch(Agreement(store), str(MEMBERS[0]), TIMEOUT)
     seconds = 10 * int(TIMEOUT)
     for _ in range(seconds):
         for member in (MEMBERS[0], MEMBERS[2]):
-            Agreement(store).heartbeats.beat_heart(str(member))
+            job.heartbeats.beat_heart(str(member))
         watch.look(view, MEMBERS[:1])
         store.clock.advance(1.0)
-        if Agreement(store).ends.outcome_of(view.n) is not None:
+        if job.ends.outcome_of(view.n) is not None:
             for rank, member in enumerate(view.members):
-                Agreement(store).iterations.arrive(view, member, rank, 3)
-            current = Agreement(store).iterations.read_current()
+                job.iterations.arrive(view, member, rank, 3)
+            current = job.iterations.read_current()
             assert current is not None
             view = current
     assert view.members == MEMBERS
@@ -259,19 +229,20 @@ class Happens(threading.Event):
 
 
 def test_a_restart_does_not_wait_for_a_spare_that_was_silent_before(store: FakeStore) -> None:
+    job = Agreement(store)
     view = formed(store, 3)
     assign(store, 0, 0, None, 1)
     watch = NeighbourWatch(Agreement(store), str(MEMBERS[0]), TIMEOUT)
     pass_time(store, watch, view, MEMBERS[2])
-    Agreement(store).ends.end_iteration(0, "fault")
+    job.ends.end_iteration(0, "fault")
     stop = Happens(
         store,
-        lambda: Agreement(store).iterations.arrive(view, MEMBERS[2], 2, 3),
-        lambda: Agreement(store).iterations.arrive(view, MEMBERS[0], 0, 3),
+        lambda: job.iterations.arrive(view, MEMBERS[2], 2, 3),
+        lambda: job.iterations.arrive(view, MEMBERS[0], 0, 3),
     )
     while pause := watch.leave_out_suspects():
         stop.wait(pause)
-    current = Agreement(store).iterations.read_current()
+    current = job.iterations.read_current()
     assert current is not None
     assert (current.n, current.members) == (1, (MEMBERS[0], MEMBERS[2]))
     assert sum(stop.waited) < 0.5
@@ -297,12 +268,13 @@ def test_nobody_is_left_out_after_a_look_that_was_too_late(store: FakeStore) -> 
 
 
 def test_the_roster_is_read_once_for_each_head(store: FakeStore, requests: Counter[str]) -> None:
+    job = Agreement(store)
     view = formed(store, 3)
-    Agreement(store).ends.end_iteration(0, "fault")
+    job.ends.end_iteration(0, "fault")
     for rank, member in enumerate(MEMBERS[:2]):
-        Agreement(store).iterations.arrive(view, member, rank, 3)
-    Agreement(store).iterations.advance(view, MEMBERS[0], silent=frozenset(MEMBERS[2:]))
-    head = Agreement(store).iterations.read_head()
+        job.iterations.arrive(view, member, rank, 3)
+    job.iterations.advance(view, MEMBERS[0], silent=frozenset(MEMBERS[2:]))
+    head = job.iterations.read_head()
     assert head is not None and head.n == 1
     watch = NeighbourWatch(Agreement(store), "a", TIMEOUT)
     requests.clear()

@@ -135,22 +135,6 @@ def test_the_end_of_the_thread_that_holds_the_life_is_a_death(memory: RankMemory
         assert watcher.wait_for_death()
 
 
-def test_fields_are_seen_by_another_process(memory: RankMemory, rank: Callable[..., Rank]) -> None:
-    memory.iteration, memory.active, memory.hang_protection_disabled = 7, True, 2
-    memory.enter_phase(Phase.WATCHED)
-    before = time.monotonic()
-
-    def answer(seen: RankMemory) -> None:
-        assert (seen.iteration, seen.active, seen.hang_protection_disabled) == (7, True, 2)
-        assert (seen.phase, seen.ping_stamp) == (Phase.WATCHED, 0.0)
-        seen.make_ping()[0]()
-        seen.gil_stamp, seen.iteration = 1.5, -5
-
-    rank(answer, lambda _: None)
-    assert (memory.iteration, memory.gil_stamp) == (-5, 1.5)
-    assert before < memory.ping_stamp < time.monotonic()  # one clock for both
-
-
 def test_a_new_memory_says_idle(memory: RankMemory) -> None:
     assert (memory.phase, memory.iteration, memory.active) == (Phase.IDLE, -1, False)
     assert (memory.hang_protection_disabled, memory.ping_stamp) == (0, 0.0)

@@ -17,14 +17,7 @@ from ft_wrapper.settings import AllLimits
 from ft_wrapper.testing import FakeStore
 
 SETTINGS = AllLimits(
-    monitor_process_interval=1.0,
-    soft_timeout=10.0,
-    hard_timeout=20.0,
-    progress_watchdog_interval=1.0,
-    termination_grace_time=1.0,
-    heartbeat_interval=0.5,
-    heartbeat_timeout=10.0,
-    barrier_timeout=10.0,
+    monitor_process_interval=1.0, soft_timeout=10.0, hard_timeout=20.0, progress_watchdog_interval=1.0
 )
 
 
