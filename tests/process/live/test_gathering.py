@@ -165,20 +165,6 @@ def test_no_other_bytes_are_signed(text: bytes) -> None:
     assert verified(signs(), 7, "copy", text + signs()("copy", text)) == text
 
 
-def test_a_pickle_is_not_read(make: Any, tmp_path: Any) -> None:
-    class Evil:
-        def __reduce__(self) -> Any:
-            return open, (str(tmp_path / "it ran"), "w")
-
-    import pickle
-
-    group = make(2)
-    evil = pickle.dumps(Evil())
-    group.change = lambda number, texts: [texts[0], evil[: len(texts[0])].ljust(len(texts[0]))]
-    assert all(isinstance(error, Exception) for error in group.run([["a" * 99], ["b"]], unsigned))
-    assert not (tmp_path / "it ran").exists()
-
-
 numbers = st.integers()
 held = st.builds(Held, st.text(max_size=9), numbers, st.booleans(), numbers, numbers, st.frozensets(numbers))
 copies = st.builds(Copy, st.text(max_size=9), st.integers(0), st.frozensets(st.integers()))

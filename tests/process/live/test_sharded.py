@@ -74,7 +74,6 @@ def mistakes(rank: Rank, folder: str) -> dict[str, str]:
         return {"net": nn.GELU()}
 
     calls: dict[str, Callable[[], object]] = {
-        "no mesh": lambda: Sharded(empty, "cpu"),  # type: ignore[arg-type]
         "tensor parallel": lambda: Sharded(empty, init_device_mesh("cpu", (1, 1, 1))),
         "not sharded": Sharded(lambda: {"net": Net()}, mesh).build,
         "in part": Sharded(lambda: {"net": sharded(Net()), "head": nn.Linear(2, 2)}, mesh).build,
@@ -97,7 +96,6 @@ def test_mistakes_are_named(job: Job, tmp_path: Path) -> None:
     job.start(1, mistakes, str(tmp_path))
     [said] = job.wait()
     expected = {
-        "no mesh": r"TypeError: mesh='cpu' must be a DeviceMesh; pass .*init_device_mesh",
         "tensor parallel": r"ValueError: mesh=.* has 3 dimensions; pass one of one dimension .* or two",
         "not sharded": r"ValueError: .*'net.scale' is not sharded; apply fully_shard\(module, mesh=mesh\)",
         "in part": r"ValueError: .*'head.weight' is not sharded",

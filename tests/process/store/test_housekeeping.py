@@ -29,12 +29,6 @@ def test_the_wanted_size_is_the_largest_that_any_iteration_had(job: Agreement) -
     assert job.iterations.active_target() == 4
 
 
-def test_iterations_that_ended_early_are_counted(job: Agreement) -> None:
-    assert [job.joining.short_iterations_before(n) for n in range(3)] == [0, 1, 2]
-    job.store.set(keys.SETTLED, "1")
-    assert [job.joining.short_iterations_before(n) for n in range(1, 5)] == [0, 0, 1, 2]
-
-
 def test_an_iteration_settles_after_some_join_windows(
     job: Agreement, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,8 +23,7 @@ CHARACTERS = st.characters(exclude_categories=[])  # lone surrogates, too
 LONG = 9_000_000  # bytes, more than the store takes
 # A text that is drawn, and one that is longer than what is written.
 TEXTS = st.one_of(
-    st.text(CHARACTERS),
-    st.text(CHARACTERS, min_size=1).map(lambda text: text * (3 * IN_STORE // len(text))),
+    st.text(CHARACTERS), st.text(CHARACTERS, min_size=1).map(lambda text: text * (3 * IN_STORE // len(text)))
 )
 KINDS = st.sampled_from([ValueError, KeyError, OSError, SystemExit, RestartAbort, JobAbort, HealthCheckError])
 
