@@ -45,6 +45,7 @@ ATTEMPTS = 60
 START, A_CASE = 120.0, 30.0
 """Seconds in which a job starts, and in which a case of it ends."""
 PER_JOB = 20
+BEHIND_A_VOTE = ("after vote", "in update", "after commit")
 
 
 @dataclasses.dataclass
@@ -216,7 +217,7 @@ def _wrong_entries(case: Case, said: list[dict[str, Any]]) -> list[str]:
             is_right = one["rung"] == "CHECKPOINT" if not again or one["step"] == 0 else False
             is_right = is_right or (again and one["rung"] in ("PEERS", "COPIES" if case.may_go_back else ""))
             reached = [
-                each["step"] or 0
+                (each["step"] or 0) + (each["point"] in BEHIND_A_VOTE)  # which has ended, so all can do it
                 for each in said
                 if each["what"] == "fault" and each["iteration"] < one["iteration"] and mode == "faulty"
             ]
