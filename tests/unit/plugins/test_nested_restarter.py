@@ -90,9 +90,3 @@ def test_the_line_comes_once_whatever_logging_is_set_to(level: int, lines: Lines
         root.removeHandler(handler)
         root.setLevel(before)
     assert len(lines()) == 1
-
-
-@pytest.mark.parametrize(("value", "error"), [(-1, ValueError), (None, TypeError), ("0", TypeError)])
-def test_bad_arguments(value: int, error: type[Exception]) -> None:
-    with pytest.raises(error, match=f"special_rank={value!r}"):
-        NestedRestarterFinalized(value)

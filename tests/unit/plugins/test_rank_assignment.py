@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -239,28 +238,3 @@ def test_a_group_stays_or_goes_whole_whoever_computes(
     states = play(min)
     assert set(states) == {slot for slot in survivors if sizes[nodes[slot]] >= at_least}
     assert states == play(max)
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: MaxActiveWorldSize(0), ValueError, "max_active_world_size=0"),
-        (lambda: MaxActiveWorldSize(2.5), TypeError, "max_active_world_size=2.5"),
-        (lambda: ActiveWorldSizeDivisibleBy(0), ValueError, "divisor=0"),
-        (lambda: ActiveWorldSizeDivisibleBy(None), TypeError, "divisor=None"),
-        (lambda: FilterCountGroupedByKey(3, bool), TypeError, "key_or_fn=3"),
-        (lambda: FilterCountGroupedByKey("k", 8), TypeError, "condition=8"),
-        (lambda: FilterCountGroupedByKey("k", bool, "60"), TypeError, "timeout='60'"),
-        (
-            lambda: FilterCountGroupedByKey("k", bool, timedelta(0)),
-            ValueError,
-            "must be more than 0 seconds",
-        ),
-        (lambda: FilterCountGroupedByKey("k", bool, float("nan")), ValueError, "timeout=nan"),
-        (lambda: FilterCountGroupedByKey("k", bool, True), TypeError, "timeout=True"),
-    ],
-)
-def test_bad_arguments(make: Callable[[], object], error: type[Exception], message: str) -> None:
-    with pytest.raises(error) as caught:
-        make()
-    assert message in str(caught.value)
