@@ -284,6 +284,11 @@ def test_buckets_add_up_whatever_is_missing(keep: list[bool], seed: int) -> None
 # One thing at a time -------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def records() -> list[Record]:
+    return []
+
+
 def rank(records: list[Record], slot: int = 0, host: str = "a", skew: float = 0.0, name: str = "n") -> Writer:
     """One that has been let into the first iteration, at 1.0, and is in the function."""
     one = Writer(records, host, skew, slot)
@@ -310,8 +315,7 @@ def end(ranks: list[Writer], at: float) -> None:
         one.write("done", at)
 
 
-def test_a_function_that_tells_no_steps_is_not_called_useful() -> None:
-    records: list[Record] = []
+def test_a_function_that_tells_no_steps_is_not_called_useful(records: list[Record]) -> None:
     one = rank(records)
     end([one], 11.0)
     found = make_goodput(records)
@@ -319,8 +323,7 @@ def test_a_function_that_tells_no_steps_is_not_called_useful() -> None:
     assert found.goodput is None and found.steps == 0
 
 
-def test_a_rank_that_tells_none_beside_one_that_does() -> None:
-    records: list[Record] = []
+def test_a_rank_that_tells_none_beside_one_that_does(records: list[Record]) -> None:
     one, other = rank(records), rank(records, 1)
     one.steps(2.0, 0, 8, 1.0)
     end([one, other], 11.0)
@@ -328,8 +331,7 @@ def test_a_rank_that_tells_none_beside_one_that_does() -> None:
     assert (found.buckets["useful_steps"], found.buckets["steps_unknown"]) == (9.0, 10.0)
 
 
-def test_an_iteration_that_ends_before_its_first_step_was_loading() -> None:
-    records: list[Record] = []
+def test_an_iteration_that_ends_before_its_first_step_was_loading(records: list[Record]) -> None:
     one = rank(records)
     restart([one], 4.0)
     one.steps(5.0, 0, 5, 1.0)
@@ -339,9 +341,8 @@ def test_an_iteration_that_ends_before_its_first_step_was_loading() -> None:
     assert "steps_unknown" not in found.buckets
 
 
-def test_a_step_that_was_committed_is_done_though_no_one_began_the_next_one() -> None:
+def test_a_step_that_was_committed_is_done_though_no_one_began_the_next_one(records: list[Record]) -> None:
     """A LiveState goes on behind it; a loop with checkpoints would do it again."""
-    records: list[Record] = []
     one = rank(records)
     one.steps(2.0, 0, 5, 1.0)  # the last one from 7.0 on
     restart([one], 8.0, committed=6)
@@ -354,8 +355,7 @@ def test_a_step_that_was_committed_is_done_though_no_one_began_the_next_one() ->
     assert make_goodput(without).steps == 9, "the next iteration goes on behind it, too"
 
 
-def test_a_committed_step_that_a_copy_does_not_have_is_done_again() -> None:
-    records: list[Record] = []
+def test_a_committed_step_that_a_copy_does_not_have_is_done_again(records: list[Record]) -> None:
     one = rank(records)
     one.steps(2.0, 0, 5, 1.0)
     restart([one], 8.0, committed=6)
@@ -365,8 +365,7 @@ def test_a_committed_step_that_a_copy_does_not_have_is_done_again() -> None:
     assert (found.steps, found.steps_again) == (9, 2)
 
 
-def test_a_step_is_done_once_any_rank_has_begun_the_next_one() -> None:
-    records: list[Record] = []
+def test_a_step_is_done_once_any_rank_has_begun_the_next_one(records: list[Record]) -> None:
     one, other = rank(records), rank(records, 1)
     one.steps(2.0, 0, 6, 1.0)  # to 8.0 and beyond
     other.steps(2.0, 0, 5, 1.0)
@@ -380,8 +379,7 @@ def test_a_step_is_done_once_any_rank_has_begun_the_next_one() -> None:
     assert found.buckets["wasted_progress"] == pytest.approx(2 * 2.0 + 0.5)
 
 
-def test_a_function_that_goes_back_by_itself_does_steps_again() -> None:
-    records: list[Record] = []
+def test_a_function_that_goes_back_by_itself_does_steps_again(records: list[Record]) -> None:
     one = rank(records)
     one.steps(1.0, 0, 9, 1.0, 4)
     one.steps(11.0, 5, 14, 1.0, 4)
@@ -393,8 +391,7 @@ def test_a_function_that_goes_back_by_itself_does_steps_again() -> None:
     assert found.buckets["wasted_progress"] == pytest.approx(1.0 + 4.0)
 
 
-def test_the_next_call_may_begin_with_the_same_numbers() -> None:
-    records: list[Record] = []
+def test_the_next_call_may_begin_with_the_same_numbers(records: list[Record]) -> None:
     one = rank(records)
     one.steps(1.0, 0, 3, 1.0)
     end([one], 5.0)
@@ -412,9 +409,8 @@ def test_the_next_call_may_begin_with_the_same_numbers() -> None:
     assert found.buckets == seconds_of(found) | expected and sum(expected.values()) == found.seat_seconds
 
 
-def test_a_call_that_was_not_completed_is_gone_on_with_in_the_next_one() -> None:
+def test_a_call_that_was_not_completed_is_gone_on_with_in_the_next_one(records: list[Record]) -> None:
     """As where all processes are started again, with a store of their own."""
-    records: list[Record] = []
     one = rank(records)
     one.steps(1.0, 0, 7, 1.0)
     two = Writer(records, "a", 0.0, 0)
@@ -428,8 +424,7 @@ def test_a_call_that_was_not_completed_is_gone_on_with_in_the_next_one() -> None
     assert (found.steps, found.steps_again) == (10, 3)
 
 
-def test_what_a_hang_took_to_be_noticed_goes_for_other_hosts_too() -> None:
-    records: list[Record] = []
+def test_what_a_hang_took_to_be_noticed_goes_for_other_hosts_too(records: list[Record]) -> None:
     one, other = rank(records), rank(records, 1, "b", 5e5)
     for each in (one, other):
         each.steps(2.0, 0, 4, 1.0)
@@ -443,8 +438,7 @@ def test_what_a_hang_took_to_be_noticed_goes_for_other_hosts_too() -> None:
     assert found.buckets["wasted_progress"] == pytest.approx(2 * 0.5)
 
 
-def test_the_death_of_a_spare_ends_nothing() -> None:
-    records: list[Record] = []
+def test_the_death_of_a_spare_ends_nothing(records: list[Record]) -> None:
     one = rank(records)
     spare = Writer(records, "a", 0.0, 1)
     spare.write("register", 1.0, started=0.0)
@@ -461,8 +455,7 @@ def test_the_death_of_a_spare_ends_nothing() -> None:
     assert found.buckets["idle_spare"] == 1.0
 
 
-def test_a_seat_that_moves_to_another_host_counts_once() -> None:
-    records: list[Record] = []
+def test_a_seat_that_moves_to_another_host_counts_once(records: list[Record]) -> None:
     one, other = rank(records), rank(records, 1)
     one.write("fault", 3.0, kind="TERMINATED", ends=True)
     restart([other], 3.0)
@@ -481,9 +474,8 @@ def test_a_seat_that_moves_to_another_host_counts_once() -> None:
     ]
 
 
-def test_a_seat_moves_too_where_all_processes_are_started_again() -> None:
+def test_a_seat_moves_too_where_all_processes_are_started_again(records: list[Record]) -> None:
     """Then incarnations begin again."""
-    records: list[Record] = []
     one, other = rank(records, 0, "b"), rank(records, 1, "a", 5e3)
     for each in (one, other):
         each.write("fault", 3.0, kind="TERMINATED", ends=True)
@@ -509,8 +501,7 @@ def test_no_rank_was_ever_in_the_job() -> None:
 # Which job it is -----------------------------------------------------------------------------------------
 
 
-def test_jobs_without_a_name_are_told_apart_by_the_nonces_of_their_iterations() -> None:
-    records: list[Record] = []
+def test_jobs_without_a_name_are_told_apart_by_the_nonces_of_their_iterations(records: list[Record]) -> None:
     jobs = [[rank(records, slot, "ab"[slot], name=name) for slot in range(2)] for name in ("one", "two")]
     for steps, ranks in enumerate(jobs, start=3):
         for each in ranks:

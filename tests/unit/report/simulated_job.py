@@ -1,17 +1,12 @@
-"""Events of a job that never ran: hosts with clocks of their own, ranks, spares, and faults that are chosen.
-
-python tests/unit/report/simulated_job.py EVENTS --nodes 512 --ranks 8 --faults 12
-"""
+"""Events of a job that never ran: hosts with clocks of their own, ranks, spares, faults that are chosen."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 import json
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 Record = dict[str, Any]
@@ -163,14 +158,8 @@ class SimulatedJob:
         if kind == "TERMINATED":
             lost = [culprit]
             self._member("fault", self._at, culprit, kind=kind, ends=True, rank=culprit.slot, message="died")
-            self._write(
-                "rank_ended",
-                self._at,
-                culprit.host,
-                self._agents[culprit.host],
-                child=culprit.pid,
-                exitcode=-9,
-            )
+            agent = self._agents[culprit.host]
+            self._write("rank_ended", self._at, culprit.host, agent, child=culprit.pid, exitcode=-9)
         elif kind == "EXCEPTION":
             who = {"rank": culprit.slot, "message": self.message}
             self._member("fault", self._at, culprit, kind=kind, ends=True, **who)
@@ -196,12 +185,8 @@ class SimulatedJob:
             at = self._soon(self._at, 0.03)
             self._member("end", at, one)
             self._member("abort", at + 0.2, one)
-            self._member(
-                "left",
-                at + 0.5,
-                one,
-                **({"step": self._begun, "began": self._at - 1.0} if one.is_active else {}),
-            )
+            last = {"step": self._begun, "began": self._at - 1.0} if one.is_active else {}
+            self._member("left", at + 0.5, one, **last)
             self._member("arrive", at + 0.6, one)
         self._at += 1.0
         self._n += 1
@@ -263,19 +248,3 @@ def lines(records: Iterable[Record]) -> Iterator[str]:
     """The lines of an events file."""
     for record in records:
         yield json.dumps(record) + "\n"
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("events", type=Path)
-    parser.add_argument("--nodes", type=int, default=512)
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--spare-nodes", type=int, default=8)
-    parser.add_argument("--faults", type=int, default=12)
-    parser.add_argument("--seed", type=int, default=1)
-    args = parser.parse_args()
-    made = simulate(
-        args.faults, seed=args.seed, nodes=args.nodes, ranks=args.ranks, spare_nodes=args.spare_nodes
-    )
-    with open(args.events, "w") as file:
-        file.writelines(lines(made))

@@ -38,6 +38,16 @@ def four_faults() -> SimulatedJob:
     return job
 
 
+def one_fault(kind: str | None, place: int = 0, **size: int) -> SimulatedJob:
+    """A job with one fault; None: with none."""
+    job = SimulatedJob(**{"nodes": 2, "ranks": 2, **size})
+    job.train(100.0)
+    if kind is not None:
+        job.fail(kind, place)
+    job.finish()
+    return job
+
+
 def time_in(line: Line, state: str) -> float:
     return sum(piece.end - piece.begin for piece in line.pieces if piece.state.name == state)
 
@@ -111,10 +121,7 @@ def test_what_happened_is_numbered_with_the_logs_line_and_is_marked_where_it_was
 
 def test_a_victim_is_not_blamed() -> None:
     """The survivor's collective fails first, as gloo's does: "Connection reset"."""
-    job = SimulatedJob(nodes=2, ranks=2)
-    job.train(100.0)
-    job.fail("TERMINATED", 0)
-    job.finish()
+    job = one_fault("TERMINATED")
     died = next(record for record in job.records if record["event"] == "fault")
     reset = {"kind": "EXCEPTION", "slot": 1, "pid": 99, "rank": 1, "message": "raised RuntimeError: reset"}
     records = [*job.records, died | reset | {"monotonic": died["monotonic"] - 0.01}]
@@ -134,15 +141,11 @@ def test_a_victim_is_not_blamed() -> None:
 )
 def test_an_end_without_a_fault_is_called_what_it_was(kind: str, shape: str) -> None:
     """`ftrun restart` and `ftrun drain` were called a process that joined."""
-    job = SimulatedJob(nodes=2, ranks=2)
-    job.train(100.0)
-    job.fail("EXCEPTION", 0)
-    job.finish()
-    records = [record for record in job.records if record["event"] != "fault"]
+    records = [record for record in one_fault("EXCEPTION").records if record["event"] != "fault"]
     said = next(record for record in records if record["event"] == "restarted")
     said |= {
         "kind": kind,
-        "culprits": [1] if kind == "drained" else [],
+        "culprits": [1] * (kind == "drained"),
         "cause": "words",
         "line": "restart 1: words",
     }
@@ -153,21 +156,14 @@ def test_an_end_without_a_fault_is_called_what_it_was(kind: str, shape: str) -> 
 
 
 def test_a_hang_of_very_many_is_marked_in_no_row() -> None:
-    job = SimulatedJob(nodes=4, ranks=4)
-    job.train(100.0)
-    job.fail("SOFT_TIMEOUT", 0)
-    job.finish()
+    job = one_fault("SOFT_TIMEOUT", nodes=4, ranks=4)
     found = picture([record for record in job.records if record["event"] != "restarted"])
     assert len(found.report.incidents) == 1 and not list(found.marks())
 
 
 def test_a_hang_is_marked_at_the_rank_that_the_others_waited_for() -> None:
     """The faults say only who has noticed it; the last rank back says more."""
-    job = SimulatedJob(nodes=2, ranks=4)
-    job.train(100.0)
-    job.fail("SOFT_TIMEOUT", 1)
-    job.finish()
-    found = picture(job.records)
+    found = picture(one_fault("SOFT_TIMEOUT", 1, ranks=4).records)
     ((_, line),) = found.marks()
     assert found.lines[line].seat == ("gpu000", 1)
 
@@ -187,9 +183,7 @@ def test_each_kind_of_fault_has_a_mark() -> None:
 
 
 def test_faults_in_the_wake_of_another_are_counted() -> None:
-    job = SimulatedJob(nodes=2, ranks=2)
-    job.train(100.0)
-    job.fail("TERMINATED", 0)
+    job = one_fault("TERMINATED")
     records = [record for record in job.records if record["event"] != "restarted"]
     died = next(record for record in records if record["event"] == "fault")
     other = died | {"kind": "EXCEPTION", "slot": 1, "pid": 99, "monotonic": died["monotonic"] - 0.01}
@@ -199,17 +193,10 @@ def test_faults_in_the_wake_of_another_are_counted() -> None:
 
 
 def test_the_death_of_a_spare_is_told_though_no_iteration_ends() -> None:
-    job = SimulatedJob(nodes=2, ranks=2)
-    job.train(100.0)
-    job.finish()
+    job = one_fault(None)
     begin = next(record for record in job.records if record["event"] == "spare")
-    died = begin | {
-        "event": "fault",
-        "kind": "TERMINATED",
-        "message": "died",
-        "ends": False,
-        "monotonic": begin["monotonic"] + 9,
-    }
+    died = begin | {"event": "fault", "kind": "TERMINATED", "message": "died", "ends": False}
+    died["monotonic"] += 9
     (incident,) = report_of([*job.records, died]).incidents
     assert incident.line == "spare slot 2 (on gpu001) died" and incident.kind == "terminated"
 
