@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from ft_wrapper.exception import RestartError
-from ft_wrapper.protocol import Agreement
 from ft_wrapper.state import State
-from ft_wrapper.testing import FakeStore, Scheduler
+from ft_wrapper.testing import FakeStore
 
 TIMEOUT = timedelta(seconds=60)
 
@@ -75,39 +74,9 @@ def test_stays_as_it_was_if_the_ranks_do_not_agree() -> None:
     assert (state.iteration, state.fn_exception) == (3, failed)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_all_ranks_have_the_same_numbers_also_one_that_restarts(seed: int) -> None:
-    scheduler = Scheduler(seed)
-    store = FakeStore(scheduler, use_libuv=bool(seed % 2))
-    numbers: dict[str, list[int]] = {}
-
-    def train(name: str, rank: int, until: int) -> None:
-        client = store.clone(name)
-        state = State(rank=rank, world_size=3, use_global_iteration=True)
-        state.sync_with_global_iteration(client, TIMEOUT)
-        seen = numbers.setdefault(name, [state.iteration])
-        while state.iteration < until:
-            if seen[-1] == 2:
-                Agreement(client).ends.wait_for_end(
-                    2, seconds=60.0
-                )  # until the one that is missing comes back
-            state.advance(client, timeout=TIMEOUT, is_coordinator=rank == 0)
-            seen.append(state.iteration)
-
-    def crash_and_come_back() -> None:
-        train("rank 1", 1, until=1)
-        client = store.clone("monitor 1")
-        Agreement(client).ends.log_deaths(1, {Agreement(client).joining.newest_of(1): None}, ends=True)
-        client.wait_for_global_iteration_ready(TIMEOUT, iteration=2)
-        train("rank 1 again", 1, until=4)
-
-    scheduler.spawn("rank 0", train, "rank 0", 0, 4)
-    scheduler.spawn("rank 2", train, "rank 2", 2, 4)
-    scheduler.spawn("rank 1", crash_and_come_back)
-    scheduler.run()
-    assert numbers == {
-        "rank 0": [0, 1, 2, 3, 4],
-        "rank 1": [0, 1],
-        "rank 2": [0, 1, 2, 3, 4],
-        "rank 1 again": [3, 4],
-    }
+def test_the_numbers_are_those_of_a_store() -> None:
+    store, state = FakeStore(), State(rank=0, world_size=1, use_global_iteration=True)
+    state.sync_with_global_iteration(store, TIMEOUT)
+    assert state.iteration == 0
+    state.advance(store, timeout=TIMEOUT, is_coordinator=True)
+    assert state.iteration == store.get_global_iteration() == 1
