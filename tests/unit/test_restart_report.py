@@ -20,6 +20,8 @@ from ft_wrapper.restart.report import (
 from ft_wrapper.state import State
 from ft_wrapper.testing.fake_store import FakeStore
 
+SIZES = {"active_world_size": 1, "world_size": 1}
+
 
 def fault(slot: int, interruption: Interruption, message: str, rank: int | None = None) -> Fault:
     return Fault(Member(slot, 0), slot if rank is None else rank, interruption, message, "host7", 100 + slot)
@@ -90,17 +92,9 @@ def test_of_several_exceptions_the_first_is_the_cause() -> None:
 
 
 def test_of_a_hang_the_odd_one_out_comes_first() -> None:
-    faults = [
-        *(
-            fault(slot, Interruption.SOFT_TIMEOUT, "made no progress for soft_timeout=3 s")
-            for slot in (0, 1, 2)
-        ),
-        *(
-            fault(slot, Interruption.SOFT_TIMEOUT, "stood in all_reduce, called at a.py:5 in train")
-            for slot in (0, 2)
-        ),
-        fault(1, Interruption.SOFT_TIMEOUT, "stood at a.py:7 in train"),
-    ]
+    still, waits = "made no progress for soft_timeout=3 s", "stood in all_reduce, called at a.py:5 in train"
+    words = [(0, still), (1, still), (2, still), (0, waits), (2, waits), (1, "stood at a.py:7 in train")]
+    faults = [fault(slot, Interruption.SOFT_TIMEOUT, each) for slot, each in words]
     line = said(1, faults, [], 3, 3, 0.01)
     assert line.startswith(
         "restart 1: rank 1 (slot 1 on host7 pid 101) made no progress for soft_timeout=3 s and stood at "
@@ -149,13 +143,7 @@ def test_what_a_restart_is_counted_by(
     interruption: Interruption | None, joined: tuple[int, ...], kind: str
 ) -> None:
     report = RestartReport(
-        iteration=1,
-        cause="words",
-        interruption=interruption,
-        joined_slots=joined,
-        active_world_size=1,
-        world_size=1,
-        seconds=0.1,
+        iteration=1, cause="words", interruption=interruption, joined_slots=joined, seconds=0.1, **SIZES
     )
     assert report.kind == kind
     assert kind in CAUSES
