@@ -13,7 +13,7 @@ import pytest
 from ranks import in_many_orders
 from torch.distributed import DistNetworkError
 
-from ft_wrapper.exception import RestartError, StoreError, TimeoutError
+from ft_wrapper.exception import RestartError, TimeoutError
 from ft_wrapper.protocol import Agreement, keys
 from ft_wrapper.protocol.records import DONE, FAULT, Member
 from ft_wrapper.store import PrefixStore, StoreMixin
@@ -51,9 +51,6 @@ class Job:
     Args:
         seed: of the interleaving.
         world_size: number of ranks that join it.
-
-    Attributes:
-        heads: every value that head has had since the ranks joined.
     """
 
     def __init__(self, seed: int = 0, world_size: int = WORLD_SIZE) -> None:
@@ -64,14 +61,6 @@ class Job:
         for rank in range(world_size):
             self.new_process(rank)
         assert set(self.each(range(world_size), self.join).values()) == {0}
-        self.heads = [self.store.snapshot()[keys.HEAD]]
-        self.scheduler.after_each_step(self.watch_head)
-
-    def watch_head(self) -> None:
-        """Notes where head has moved."""
-        head = self.store.snapshot()[keys.HEAD]
-        if head != self.heads[-1]:
-            self.heads.append(head)
 
     def new_process(self, rank: int) -> SkewedStore:
         """Each has a clock hours away from the others'."""
@@ -164,6 +153,7 @@ in_orders = in_many_orders("job", Job, range(6))
 def test_number_before_and_after_the_first_decision() -> None:
     store = FakeStore()
     assert store.get_global_iteration() == 0
+    assert store.get_current_coordinator() is None and not store.is_coordinator_alive()
     assert store.increment_global_iteration() == 0  # which decides nothing
     assert Agreement(store).iterations.read_head() is None
     assert Job().store.get_global_iteration() == 0
@@ -239,13 +229,9 @@ def test_nothing_is_ready_that_was_not_decided(job: Job) -> None:
 # Increments
 
 
-def test_no_increment_while_the_iteration_is_on(job: Job) -> None:
-    assert job.clients[0].increment_global_iteration() == 0
-    assert job.store.increment_global_iteration() == 0
-
-
 def test_no_increment_while_a_live_rank_is_in_the_function() -> None:
     job = Job()
+    assert job.clients[0].increment_global_iteration() == job.store.increment_global_iteration() == 0
     job.all_but_propose([0, 1, 2])
     assert [client.increment_global_iteration() for client in job.clients.values()] == [0] * 4
     assert job.store.increment_global_iteration() == 0
@@ -253,17 +239,14 @@ def test_no_increment_while_a_live_rank_is_in_the_function() -> None:
     assert job.clients[0].increment_global_iteration() == 1
 
 
-def test_bystander_leaves_out_nobody_for_silence() -> None:
+def test_who_has_arrived_leaves_out_the_silent_and_a_bystander_nobody() -> None:
     job = Job()
     job.all_but_propose([1, 2, 3])
-    job.pass_time(40, alive=[1, 2, 3])
-    for _ in range(2):
-        assert job.store.get_active_ranks_for_coordination(4, TIMEOUT) == {0, 1, 2, 3}
-    job.pass_time(40, alive=[1, 2, 3])
-    # Of a pause between two looks no more than half of the timeout counts: everybody may have been stopped.
-    assert job.store.get_active_ranks_for_coordination(4, TIMEOUT) == {0, 1, 2, 3}
-    job.pass_time(15, alive=[1, 2, 3])
-    assert job.store.get_active_ranks_for_coordination(4, TIMEOUT) == {1, 2, 3}
+    job.store.get_active_ranks_for_coordination(4, TIMEOUT)
+    for _ in range(3):
+        job.pass_time(15, alive=[1, 2, 3])
+        seen = job.store.get_active_ranks_for_coordination(4, TIMEOUT)
+    assert seen == {1, 2, 3}
     assert job.store.increment_global_iteration() == 0
     assert job.clients[1].increment_global_iteration() == 1
 
@@ -277,31 +260,6 @@ def test_all_ranks_go_on_together(job: Job) -> None:
         assert job.each(range(4), job.advance) == dict.fromkeys(range(4), n)
 
 
-def test_first_iteration_of_the_next_call_follows_a_good_end(job: Job) -> None:
-    Agreement(job.store).ends.end_iteration(0, DONE)
-    assert set(job.each(range(4), job.advance).values()) == {1}
-    head = Agreement(job.store).iterations.read_head()
-    assert head is not None and head.call == 1
-
-
-@pytest.mark.parametrize("victim", [0, 1])
-@in_orders
-def test_crashed_rank_is_left_out_at_once(job: Job, victim: int) -> None:
-    job.dies(victim)
-    others = [rank for rank in range(4) if rank != victim]
-    started = job.store.now()
-    assert job.each(others, job.advance) == dict.fromkeys(others, 1)
-    assert job.store.now() - started < 2.0
-    assert [member.slot for member in job.members()] == others
-
-
-def test_silent_rank_is_left_out() -> None:
-    job = Job()
-    started = job.scheduler.now()
-    assert job.each([0, 2, 3], job.advance) == dict.fromkeys([0, 2, 3], 1)
-    assert 30.0 <= job.scheduler.now() - started < 60.0
-
-
 def test_rank_that_lives_but_does_not_come_is_left_out_at_the_timeout_and_learns_it() -> None:
     job = Job()
 
@@ -313,37 +271,11 @@ def test_rank_that_lives_but_does_not_come_is_left_out_at_the_timeout_and_learns
     job.scheduler.spawn("heart 1", heart, daemon=True)
     started = job.scheduler.now()
     assert job.each([0, 2, 3], job.advance) == dict.fromkeys([0, 2, 3], 1)
-    assert job.scheduler.now() - started >= TIMEOUT.total_seconds()
+    assert 0.0 <= job.scheduler.now() - started - TIMEOUT.total_seconds() < 20.0
     for late in (job.advance, job.join):
         error = job.one(1, late)
         assert isinstance(error, RestartError) and "slot 1 was left out after iteration 0" in str(error)
     assert job.store.get_global_iteration() == 1
-
-
-def test_coordinator_is_killed_while_it_advances() -> None:
-    """At each of its steps; no one is told of its death. It comes back."""
-    for seed in range(2):
-        step = 1
-        while _coordinator_killed_at(step, seed):
-            step += 1
-        assert step > 10
-
-
-def _coordinator_killed_at(step: int, seed: int) -> bool:
-    job = Job(seed)
-    tasks = [job.start(rank, job.advance) for rank in range(4)]
-    job.scheduler.crash_at(tasks[0], step)
-    job.scheduler.run()
-    assert {task.result for task in tasks[1:]} == {1}
-    if not tasks[0].crashed:
-        assert tasks[0].result == 1  # it took fewer steps
-        return False
-    job.new_process(0)
-    back = job.start(0, job.join)
-    numbers = job.each([1, 2, 3], lambda rank: job.train_until_in(rank, Member(0, 1)))
-    assert {*numbers.values(), back.result} == {2}
-    assert [str(member) for member in job.members()] == ["0:1", "1:0", "2:0", "3:0"]
-    return True
 
 
 def test_client_that_has_not_joined_cannot_advance(job: Job) -> None:
@@ -358,15 +290,6 @@ def test_client_that_has_not_joined_cannot_advance(job: Job) -> None:
 # Who is there
 
 
-def test_active_ranks_are_those_that_live(job: Job) -> None:
-    assert job.store.get_active_ranks_for_coordination(4, TIMEOUT) == {0, 1, 2, 3}
-    assert job.store.get_active_ranks_for_coordination(2, TIMEOUT) == {0, 1}
-    job.dies(1)
-    assert job.store.get_active_ranks_for_coordination(4, TIMEOUT) == {0, 2, 3}
-    job.dies(0)  # no rank is active because it is the lowest
-    assert job.store.get_active_ranks_for_coordination(4, TIMEOUT) == {2, 3}
-
-
 def test_silent_ranks_are_not_active_whatever_the_clocks_show() -> None:
     job = Job()
     job.pass_time(29, alive=[0, 2, 3])
@@ -375,26 +298,11 @@ def test_silent_ranks_are_not_active_whatever_the_clocks_show() -> None:
     job.pass_time(2, alive=[0, 2, 3])
     for rank in (0, 2, 3):
         assert job.clients[rank].get_active_ranks_for_coordination(4, TIMEOUT) == {0, 2, 3}
-        assert job.clients[rank].get_active_ranks_for_coordination(4, TIMEOUT, heartbeat_timeout=60.0) == {
-            0,
-            1,
-            2,
-            3,
-        }
+        longer = job.clients[rank].get_active_ranks_for_coordination(4, TIMEOUT, heartbeat_timeout=60.0)
+        assert longer == {0, 1, 2, 3}
     # Rank 1 was only cut off: it may declare the others silent, never itself.
     assert 1 in job.clients[1].get_active_ranks_for_coordination(4, TIMEOUT)
     job.clients[1].update_coordinator_heartbeat()
-    assert job.clients[0].get_active_ranks_for_coordination(4, TIMEOUT) == {0, 1, 2, 3}
-
-
-def test_outage_of_the_store_silences_nobody() -> None:
-    job = Job()
-    job.pass_time(5, alive=[0, 1, 2, 3])
-    job.scheduler.spawn("time", job.scheduler.sleep, 100.0)
-    job.scheduler.run()
-    job.store.fail("add", "*/heartbeat/*", client="rank 0")
-    with pytest.raises(DistNetworkError):
-        job.elect(0)
     assert job.clients[0].get_active_ranks_for_coordination(4, TIMEOUT) == {0, 1, 2, 3}
 
 
@@ -402,8 +310,10 @@ def test_outage_of_the_store_silences_nobody() -> None:
 
 
 def test_coordinator_is_the_lowest_live_rank(job: Job) -> None:
+    assert job.store.get_active_ranks_for_coordination(2, TIMEOUT) == {0, 1}
     assert job.store.get_current_coordinator() == job.elect(3) == 0
     job.dies(0)
+    assert job.store.get_active_ranks_for_coordination(4, TIMEOUT) == {1, 2, 3}
     assert job.store.get_current_coordinator() == job.elect(3) == 1
     job.dies(2)
     job.dies(1)
@@ -414,21 +324,6 @@ def test_coordinator_is_the_lowest_live_rank(job: Job) -> None:
     assert job.store.get_coordinator_heartbeat() == 0
     with pytest.raises(RestartError, match="no rank below world_size=4 lives"):
         job.elect(3)
-
-
-def test_no_coordinator_before_the_first_decision() -> None:
-    scheduler = Scheduler()
-    store = FakeStore(scheduler)
-    assert store.get_current_coordinator() is None
-    assert not store.is_coordinator_alive()
-
-    def elect() -> None:
-        with pytest.raises(TimeoutError, match="iteration 0 was not decided"):
-            store.elect_coordinator(4, TIMEOUT)
-
-    scheduler.spawn("elects", elect)
-    scheduler.run()
-    assert store.num_keys() == 0
 
 
 def test_handover_from_a_coordinator_that_falls_silent() -> None:
@@ -443,27 +338,6 @@ def test_handover_from_a_coordinator_that_falls_silent() -> None:
     assert job.each([1, 2, 3], job.advance) == dict.fromkeys([1, 2, 3], 1)
     assert job.store.get_current_coordinator() == 1
     assert all(job.clients[rank].is_coordinator_alive() for rank in (1, 2, 3))
-
-
-@in_orders
-def test_two_that_elect_at_once_never_both_move_the_number(job: Job) -> None:
-    """Ranks 1 and 2 hear no heartbeat but their own, so each takes itself for the coordinator."""
-    job.all_but_propose([1, 2])
-    for _ in range(2):
-        for rank in (1, 2):
-            job.clients[rank].get_active_ranks_for_coordination(4, TIMEOUT)
-        job.scheduler.spawn("time", job.scheduler.sleep, 16.0)
-        job.scheduler.run()
-
-    def take_over(rank: int) -> tuple[int, int]:
-        return job.elect(rank), job.clients[rank].increment_global_iteration()
-
-    results = job.each([1, 2], take_over)
-    assert {results[1][0], results[2][0]} == {1, 2}
-    assert results[1][1] == results[2][1] == 1
-    assert len(job.heads) == 2  # though both have proposed, for most seeds
-    assert job.store.get_current_coordinator() == 1
-    assert [member.slot for member in job.members()] == [1, 2]
 
 
 def test_heartbeat_is_a_count_of_the_coordinators_own(job: Job) -> None:
@@ -512,16 +386,6 @@ def test_rank_restarts_while_the_others_go_on(job: Job) -> None:
     assert len({*others.values(), back.result}) == 1 and back.result in (1, 2)
 
 
-@in_orders
-def test_all_processes_die_and_come_back(job: Job) -> None:
-    job.each(range(4), job.advance)
-    for rank in range(4):
-        job.new_process(rank)
-    numbers = set(job.each(range(4), job.join).values())
-    assert numbers == {2}
-    assert [member.incarnation for member in job.members()] == [1, 1, 1, 1]
-
-
 def test_older_process_of_a_rank_is_out(job: Job) -> None:
     """It was only paused: it acts for no one any more, least of all for its successor."""
     zombie = job.clients[1]
@@ -531,21 +395,14 @@ def test_older_process_of_a_rank_is_out(job: Job) -> None:
     head = Agreement(job.store).iterations.read_head()
     arrived = Agreement(job.store).iterations.arrivals_of(1)
     job.clients[1] = zombie
+    beats = Agreement(job.store).heartbeats.get_heartbeat(Member(1, 1))
+    zombie.update_coordinator_heartbeat()
+    assert Agreement(job.store).heartbeats.get_heartbeat(Member(1, 1)) == beats
     for act in (job.advance, job.join):
         assert "slot 1 was taken over by process" in str(job.one(1, act))
     assert Agreement(job.store).iterations.arrivals_of(1) == arrived == set()
     assert Agreement(job.store).ends.outcome_of(1) is None
     assert Agreement(job.store).iterations.read_head() == head
-
-
-def test_older_process_of_a_rank_sends_no_heartbeat_of_its_successor(job: Job) -> None:
-    zombie = job.clients[1]
-    job.new_process(1)
-    job.start(1, job.join)
-    job.each([0, 2, 3], job.advance)
-    beats = Agreement(job.store).heartbeats.get_heartbeat(Member(1, 1))
-    zombie.update_coordinator_heartbeat()
-    assert Agreement(job.store).heartbeats.get_heartbeat(Member(1, 1)) == beats
 
 
 def test_nothing_to_catch_up_with() -> None:
@@ -617,16 +474,6 @@ def test_the_highest_of_records_made_at_once_stays(job: Job) -> None:
     job.store.delete_key(keys.last_iteration(0))
     job.each(range(4), lambda rank: job.clients[rank].record_iteration_for_rank(0, rank))
     assert job.store.get_iteration_for_rank(0) == 3
-
-
-def test_garbage_in_a_record_names_its_key(job: Job) -> None:
-    job.store.set(keys.last_iteration(1), "three")
-    for act in (
-        lambda: job.store.get_iteration_for_rank(1),
-        lambda: job.store.record_iteration_for_rank(1, 0),
-    ):
-        with pytest.raises(StoreError, match="last_iteration/1' holds 'three'"):
-            act()
 
 
 # Inside a wrapped function
