@@ -14,6 +14,16 @@ from ft_wrapper.testing.clock import Waiter
 HOUR = timedelta(hours=1)
 
 
+@pytest.fixture
+def made() -> Scheduler:
+    return Scheduler()
+
+
+@pytest.fixture
+def store(made: Scheduler) -> FakeStore:
+    return FakeStore(made)
+
+
 def race(seed: int, choices: tuple[int, ...] = ()) -> tuple[Scheduler, str]:
     """Three tasks that append to one log."""
     made = Scheduler(seed, choices)
@@ -66,9 +76,7 @@ def test_all_orders_can_be_tried() -> None:
     assert seen == {"aabb", "abab", "abba", "baab", "baba", "bbaa"}
 
 
-def test_time_jumps_to_the_earliest_deadline() -> None:
-    made = Scheduler()
-    store = FakeStore(made)
+def test_time_jumps_to_the_earliest_deadline(made: Scheduler, store: FakeStore) -> None:
     woken = []
 
     def wait(client: FakeStore, key: str, seconds: float) -> None:
@@ -81,9 +89,7 @@ def test_time_jumps_to_the_earliest_deadline() -> None:
     assert woken == [("soon", 2.5), ("late", 50.0)]
 
 
-def test_a_waiter_is_woken_without_time_passing() -> None:
-    made = Scheduler()
-    store = FakeStore(made)
+def test_a_waiter_is_woken_without_time_passing(made: Scheduler, store: FakeStore) -> None:
     made.spawn("waiter", store.clone("waiter").wait, ["k"], HOUR)
     made.spawn("writer", store.clone("writer").set, "k", "1")
     made.run()
@@ -109,9 +115,7 @@ def test_crash_leaves_no_trace_in_the_store() -> None:
         assert victim.crashed and victim.done
 
 
-def test_a_waiting_task_can_be_crashed_by_another() -> None:
-    made = Scheduler()
-    store = FakeStore(made)
+def test_a_waiting_task_can_be_crashed_by_another(made: Scheduler, store: FakeStore) -> None:
 
     def wait(client: FakeStore) -> None:
         try:
@@ -130,9 +134,7 @@ def test_a_waiting_task_can_be_crashed_by_another() -> None:
     assert victim.crashed and store.snapshot() == {} and made.now() == 1.0
 
 
-def test_pause_stops_a_task_while_others_go_on() -> None:
-    made = Scheduler()
-    store = FakeStore(made)
+def test_pause_stops_a_task_while_others_go_on(made: Scheduler, store: FakeStore) -> None:
     order = []
 
     def task(client: FakeStore) -> None:
@@ -146,9 +148,7 @@ def test_pause_stops_a_task_while_others_go_on() -> None:
     assert order == [("other", 0.0), ("zombie", 30.0)]
 
 
-def test_store_error_at_a_step() -> None:
-    made = Scheduler()
-    store = FakeStore(made)
+def test_store_error_at_a_step(made: Scheduler, store: FakeStore) -> None:
 
     def task(client: FakeStore) -> str:
         client.set("a", "1")
@@ -204,9 +204,7 @@ def test_error_of_a_task_tells_who_did_what_and_how_to_replay() -> None:
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
-def test_checks_run_after_each_step() -> None:
-    made = Scheduler()
-    store = FakeStore(made)
+def test_checks_run_after_each_step(made: Scheduler, store: FakeStore) -> None:
 
     def check() -> None:
         if store.snapshot().get("n") == b"3":
@@ -224,9 +222,7 @@ def test_checks_run_after_each_step() -> None:
     assert store.snapshot()["n"] == b"3"
 
 
-def test_daemons_do_not_keep_a_run_alive() -> None:
-    made = Scheduler()
-    store = FakeStore(made)
+def test_daemons_do_not_keep_a_run_alive(made: Scheduler, store: FakeStore) -> None:
 
     def beat() -> None:
         while True:
