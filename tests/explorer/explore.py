@@ -39,6 +39,7 @@ _TRACE_LINES = 60
 _REPORT_EVERY = 10.0
 #: Jobs that a process runs before it says how they went.
 CHUNK = 50
+_AT_ONCE = 5
 
 T = TypeVar("T")
 
@@ -209,6 +210,44 @@ def _begin(work: Callable[[int], Any], parent: int) -> None:
 
 def _carry_out(part: int) -> Any:
     return _work(part)
+
+
+def explore_seeds(run: Callable[[int], str], jobs: int, arguments: Sequence[str] | None = None) -> int:
+    """What programs do that run jobs of seeds in a row until one goes wrong, or so many seconds have passed.
+
+    Args:
+        run: runs the jobs of a seed; returns what goes wrong, and nothing if all is well.
+        jobs: how many those are.
+        arguments: the command line's.
+
+    Returns:
+        The exit code: 1 if something went wrong.
+    """
+    parser = argparse.ArgumentParser(description="Runs jobs in orders that are drawn.")
+    parser.add_argument("--random", type=int, default=1000, help="from so many seeds (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="the first of them (default: %(default)s)")
+    parser.add_argument("--processes", type=int, default=1, help="share the work (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="end after so many")
+    options = parser.parse_args(arguments)
+    start, done, first, end = time.monotonic(), 0, options.seed, options.seed + options.random
+    parts = range(first, end, _AT_ONCE)
+
+    def work(part: int) -> tuple[str, int]:
+        seeds = range(parts[part], min(parts[part] + _AT_ONCE, end))
+        with without_logging():
+            return next(filter(None, map(run, seeds)), ""), len(seeds)
+
+    with contextlib.closing(share(work, len(parts), options.processes)) as results:
+        for failure, size in results:
+            done += size
+            if failure:
+                print(f"{failure}\nafter {time.monotonic() - start:.1f} s")
+                return 1
+            if time.monotonic() - start >= options.seconds:
+                break
+    seconds = time.monotonic() - start
+    print(f"{done:,} seeds from {first}: {jobs * done:,} jobs in {seconds:.0f} s: no violation")
+    return 0
 
 
 # The command line -------------------------------------------------------------------------------------------

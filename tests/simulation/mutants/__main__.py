@@ -30,6 +30,7 @@ from .mutant import Mutant, copy_to
 FINDERS = {
     "job": ["-m", "tests.explorer", "--as-found", "--members", "5"],
     "rendezvous": ["-m", "tests.simulation.rendezvous.explore"],
+    "live": ["-m", "tests.simulation.live.explorer"],
 }
 """The command line of each finder; ``--random``, ``--seed``, ``--processes`` and ``--seconds`` are added."""
 

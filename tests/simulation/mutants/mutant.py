@@ -19,7 +19,7 @@ class Mutant:
         file: the file that it is in, relative to the package.
         old: what the file says; it must occur exactly once.
         new: what the mistake makes of it.
-        finder: who has to find it: ``job`` or ``rendezvous``, see ``FINDERS``.
+        finder: who has to find it: ``job``, ``rendezvous`` or ``live``, see ``FINDERS``.
         why: what the line is there for.
         seldom: a search of 12 seconds did not find it.
     """

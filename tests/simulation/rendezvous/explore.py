@@ -9,33 +9,28 @@ See docs/rendezvous.md for what is simulated.
 
 from __future__ import annotations
 
-import argparse
-import math
 import sys
-import time
-from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[3]))  # it is run as a program
 
 from disturbed_worlds import disturbed_world
-from explored_nodes import drawn_job
 from simulated_nodes import random_world
 
 from ft_wrapper.testing import SchedulerError
-from tests.explorer.explore import share, without_logging
+from tests.explorer.explore import explore_seeds
 
 _TRACE_LINES = 60
-_AT_ONCE = 5
+JOBS = (random_world, disturbed_world)
 
 
-def run_random(seed: int) -> str:
-    """Runs three jobs, each larger than the one before.
+def run(seed: int) -> str:
+    """Runs two jobs, a small one and a larger one.
 
     Returns:
         What does not hold, and the last steps; empty if nothing is wrong.
     """
-    for make in (drawn_job, random_world, disturbed_world):
+    for make in JOBS:
         try:
             make(seed).scheduler.run()
         except SchedulerError as error:
@@ -45,35 +40,5 @@ def run_random(seed: int) -> str:
     return ""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs jobs until one goes wrong, or so many seconds have passed; returns the exit code: 1 if one did."""
-    parser = argparse.ArgumentParser(description="Runs jobs of nodes in orders that are drawn.")
-    parser.add_argument("--random", type=int, default=1000, help="from so many seeds (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="the first of them (default: %(default)s)")
-    parser.add_argument("--processes", type=int, default=1, help="share the work (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="end after so many")
-    options = parser.parse_args(arguments)
-    start, done, first, end = time.monotonic(), 0, options.seed, options.seed + options.random
-    parts = range(first, end, _AT_ONCE)
-
-    def work(part: int) -> tuple[str, int]:
-        seeds = range(parts[part], min(parts[part] + _AT_ONCE, end))
-        with without_logging():
-            return next(filter(None, map(run_random, seeds)), ""), len(seeds)
-
-    results = share(work, len(parts), options.processes)
-    for failure, size in results:
-        done += size
-        if failure:
-            results.close()
-            print(f"{failure}\nafter {time.monotonic() - start:.1f} s")
-            return 1
-        if time.monotonic() - start >= options.seconds:
-            results.close()
-            break
-    print(f"{done:,} seeds from {first}: {3 * done:,} jobs in {time.monotonic() - start:.0f} s: no violation")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(explore_seeds(run, len(JOBS)))

@@ -180,7 +180,7 @@ class Checker:
         if self.plan is not None:
             return
         self._same_bits("at a plan")
-        self.plan = plan = (self.world.mistake.plan or make_plan)(holdings, register)
+        self.plan = plan = make_plan(holdings, register)
         complaints = [self._complaint(plan, view) for view in self.views]
         if all(complaints):
             raise Violation("; or ".join(map(str, complaints)) + f"; plan {plan}")

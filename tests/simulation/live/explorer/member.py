@@ -9,7 +9,7 @@ from typing import Any
 
 import greenlet
 
-from ft_wrapper.live.commit import Performer
+from ft_wrapper.live.commit import Course, Performer
 from ft_wrapper.live.plan import Copy, Holding, Plan, Register, Route, Rung
 
 from .job import State, Value
@@ -68,7 +68,7 @@ class Member(Performer):
         self.rank = rank
         self.at = ""
         self.waiting: Callable[[], bool] | None = None
-        self.counts: dict[frozenset[int] | None, int] = {}
+        self.count = 0  # collectives so far
         self.is_atomic = self.is_aborted = self.is_dead = self.has_left = False
         self.is_recovering = True
         self.before: frozenset[Any] = frozenset()
@@ -103,7 +103,7 @@ class Member(Performer):
 
     def _train(self) -> None:
         job = self.world.job
-        course = self.world.mistake.course(self.kept, self, self.world.n)
+        course = Course(self.kept, self, self.world.n)
         course.recover(job.shards[self.rank])
         is_first = True
         while (step := self.kept.newest) < job.steps:
@@ -124,14 +124,12 @@ class Member(Performer):
             self.world.ready.remove(self)
             self.point(what)
 
-    def meet(
-        self, what: str, value: Any = None, group: frozenset[int] | None = None, root: int | None = None
-    ) -> Meeting:
+    def meet(self, what: str, value: Any = None, root: int | None = None) -> Meeting:
         """Takes part in a collective; with a root, ranks wait only for it."""
         self.point(what)
         if self.is_aborted:
             raise Interrupted
-        meeting = self.world.meeting(self, what, group)
+        meeting = self.world.meeting(self, what)
         meeting.values[self.rank] = value
         if meeting.is_complete or self.rank == root:
             self.world.wake()
@@ -170,11 +168,7 @@ class Member(Performer):
 
     def vote(self, step: int) -> None:
         """See `Performer`."""
-        self.cast(step, None)
-
-    def cast(self, step: int, group: frozenset[int] | None) -> None:
-        """Votes in a group; None: all."""
-        meeting = self.meet("vote", step, group)
+        meeting = self.meet("vote", step)
         if len(set(meeting.values.values())) > 1:
             raise Violation(f"the ranks do not vote on the same step: {meeting.values}")
         if self.is_recovering:
@@ -252,10 +246,6 @@ class Member(Performer):
         """See `Performer`."""
         self.point("drops the step")
         self.state.gradient = ()
-        self.put_buffers_back()
-
-    def put_buffers_back(self) -> None:
-        """As they were when the last step was committed."""
         if self.kept.saved is not None:
             self.state.buffers = self.kept.saved
 
@@ -326,10 +316,7 @@ class Member(Performer):
         value = received.value
         state.shard, state.base, state.buffers = received.shard, value.base, value.buffers
         state.gradient, state.gradients = (), value.gradients
-        self.keep_buffers()
-
-    def keep_buffers(self) -> None:
-        """Of what was put in; a rank that holds another shard from now on has finished before."""
+        # A rank that holds another shard from now on has finished before.
         self.kept.saved = self.state.buffers
 
     def finished_with(self, received: Received) -> frozenset[int]:

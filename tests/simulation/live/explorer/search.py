@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterable
 
 from .job import Job
-from .mistakes import NONE, Mistake
 from .world import CUT, GO, INTERRUPT, KILL, KILL_SPARE, LATE, RAISE, Action, Violation, World
 
 FAULTS = frozenset({RAISE, KILL, CUT, KILL_SPARE, LATE})
@@ -124,21 +123,20 @@ class Report:
         self.faults += world.job.faults - world.faults
 
 
-def at_random(job: Job, seeds: Iterable[int], mistake: Mistake = NONE) -> Report:
+def at_random(job: Job, seeds: Iterable[int]) -> Report:
     """Runs the schedules of so many seeds, until one fails."""
     report = Report()
-    with mistake.put_in():
-        for seed in seeds:
-            world = World(job, RandomPolicy(seed), mistake)
-            failure = _run(world)
-            report.add(world)
-            if failure is not None:
-                failure.seed = seed
-                again = World(job, RandomPolicy(seed), mistake, traces=True)
-                _run(again)
-                failure.trace = again.trace or []
-                report.failure = failure
-                break
+    for seed in seeds:
+        world = World(job, RandomPolicy(seed))
+        failure = _run(world)
+        report.add(world)
+        if failure is not None:
+            failure.seed = seed
+            again = World(job, RandomPolicy(seed), traces=True)
+            _run(again)
+            failure.trace = again.trace or []
+            report.failure = failure
+            break
     return report
 
 

@@ -20,7 +20,6 @@ from .job import Job, Value
 if TYPE_CHECKING:
     from .checker import Checker
     from .member import Member
-    from .mistakes import Mistake
 
 GO, INTERRUPT, RAISE, KILL, CUT, KILL_SPARE, LATE = (
     "goes on",
@@ -143,7 +142,6 @@ class World:
     Args:
         job: which one.
         policy: decides.
-        mistake: is put into the code.
         traces: whether `trace` is written.
 
     Attributes:
@@ -157,12 +155,11 @@ class World:
         events: how many things have happened.
     """
 
-    def __init__(self, job: Job, policy: Policy, mistake: Mistake, *, traces: bool = False) -> None:
+    def __init__(self, job: Job, policy: Policy, *, traces: bool = False) -> None:
         from .checker import Checker
 
         self.job = job
         self.policy = policy
-        self.mistake = mistake
         self.trace: list[str] | None = [] if traces else None
         self.size = len(job.shards)
         self.register = Register()
@@ -177,7 +174,7 @@ class World:
         self.ready: list[Member] = []
         self.inside = 0
         self.is_ending = False
-        self.meetings: dict[Any, Meeting] = {}
+        self.meetings: dict[int, Meeting] = {}
         self.confirmed: set[tuple[int, int]] = set()
         self.violation: Violation | None = None
         self.hub: Any = None
@@ -208,6 +205,8 @@ class World:
                 self._end(member, Killed)
 
     def _iterate(self) -> None:
+        from .member import Member
+
         self.n += 1
         self.is_ending = False
         self.meetings, self.confirmed = {}, set()
@@ -215,8 +214,7 @@ class World:
             process.since = self.n if process.since < 0 else process.since
         for process in self.pool:
             process.since = -1
-        make = self.mistake.member
-        self.members = [make(self, process, rank) for rank, process in enumerate(self.places)]
+        self.members = [Member(self, process, rank) for rank, process in enumerate(self.places)]
         self.ready = list(self.members)
         self.inside = self.size
         self.checker.begin()
@@ -305,12 +303,10 @@ class World:
 
     # ---- collectives
 
-    def meeting(self, member: Member, what: str, group: frozenset[int] | None) -> Meeting:
-        """The next one of a member in a group: the groups' collectives match in the order of the calls."""
-        count = member.counts.get(group, 0)
-        member.counts[group] = count + 1
-        size = self.size if group is None else len(group)
-        meeting = self.meetings.setdefault((group, count), Meeting(what, size))
+    def meeting(self, member: Member, what: str) -> Meeting:
+        """The next one of a member: collectives match in the order of the calls."""
+        meeting = self.meetings.setdefault(member.count, Meeting(what, self.size))
+        member.count += 1
         if meeting.what != what:
             raise Violation(f"rank {member.rank} is in {what!r} while others are in {meeting.what!r}")
         return meeting
@@ -358,8 +354,7 @@ class World:
     def _next_call(self) -> None:
         self.checkpoint = None
         for process in self.places + self.pool:
-            if self.mistake.forgets_between_calls:
-                process.kept = SeenKept()
+            process.kept = SeenKept()
             process.copies = []
             process.recoveries = frozenset()
         self.checker.next_call()
