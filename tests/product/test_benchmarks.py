@@ -29,23 +29,10 @@ def run(folder: Path, name: str, *options: str, limit: float = 250.0) -> str:
 
 
 @NIGHTLY
-def test_goodput_goes_through_a_fault_of_each_kind(tmp_path: Path) -> None:
-    options = ["--only", "ft_wrapper", "--at-once", "--ranks", "2", "--step", "0.05", "--minutes", "0.4"]
-    options += ["--every", "8", "--calm", "2", "--hang-timeout", "3", "--seed", "3"]
-    printed = run(tmp_path, "goodput", *options, "--checkpoint-every", "20")
-    assert "ft_wrapper, live state" in printed and "ft_wrapper, checkpoints" in printed
-
-
-@NIGHTLY
 def test_restarts_leave_nothing(tmp_path: Path) -> None:
     printed = run(tmp_path, "flat", "--ddp", "11", "--fsdp2", "11")
     for kind in ("ddp", "fsdp2"):
         assert f"\n{kind}: 11 restarts of two ranks" in printed
-
-
-@NIGHTLY
-def test_ranks_ask_what_counting_says(tmp_path: Path) -> None:
-    assert "One restart after an exception" in run(tmp_path, "scale", "--quick")
 
 
 @NIGHTLY

@@ -154,27 +154,6 @@ def test_table_has_every_option_as_the_parsers_have_it(table: Any) -> None:
     assert page.keys() - table.rows().keys() == set(), REFRESH
 
 
-def test_table_is_what_its_program_writes(
-    table: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copy = tmp_path / "launching.md"
-    monkeypatch.setattr(table, "PAGE", copy)
-    text = (DOCS / "launching.md").read_text()
-    copy.write_text(
-        text.replace("| `none` | `none` |", "| `some` | `none` |").replace("how many ranks call", "few")
-    )
-    assert copy.read_text() != text
-    wrong = table.on_page()
-    table.main()
-    right = table.on_page()
-    assert {option for option in right if right[option] != wrong[option]} == {
-        "--rdzv-id",
-        "--active-world-size",
-    }
-    if not make_parser().unknown():
-        assert copy.read_text() == text
-
-
 def test_table_of_settings_is_what_its_program_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(DOCS))
     monkeypatch.delitem(sys.modules, "settings", raising=False)
