@@ -28,9 +28,6 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from ft_wrapper.abort import AbortTorchDistributed, release_process_groups, wait_for_released_groups
-from ft_wrapper.health_check import CudaHealthCheck
-from ft_wrapper.state import FrozenState
 from ft_wrapper.store import TCPStoreServer
 
 TIMEOUT = 90.0
@@ -117,47 +114,17 @@ class Rank:
     Args:
         rank: its number.
         world_size: how many there are.
-        ports: of a store for each iteration, for bodies without the wrapper.
         control: a store by which the ranks tell each other something.
     """
 
     rank: int
     world_size: int
-    ports: list[int]
     control: TCPStore
-
-    @property
-    def state(self) -> FrozenState:
-        """For plug-ins."""
-        return FrozenState(rank=self.rank, world_size=self.world_size)
-
-    def enter(self, iteration: int) -> None:
-        """Makes the default group on the store of an iteration, as under the wrapper."""
-        os.environ.update(
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(self.ports[iteration]),
-            TORCHELASTIC_USE_AGENT_STORE="True",
-        )
-        dist.init_process_group(BACKEND, timeout=timedelta(seconds=4 * TIMEOUT))
 
     def use_gpu(self) -> None:
         """Makes this rank's GPU, which it may share, the current one. Does nothing on CPUs."""
         if IS_CUDA:
             torch.cuda.set_device(self.rank % GPUS)
-
-    def abort(self) -> None:
-        """Aborts all groups."""
-        AbortTorchDistributed()(self.state)
-
-    def release(self, *, aborted: bool) -> None:
-        """Destroys all groups, and waits until they are gone."""
-        release_process_groups(aborted=aborted)
-        assert not dist.is_initialized()
-        assert wait_for_released_groups(TIMEOUT)
-
-    def check(self) -> None:
-        """Waits for the device; raises if its context does not work any more."""
-        CudaHealthCheck(timeout=timedelta(seconds=TIMEOUT))(self.state)
 
 
 def total(group: dist.ProcessGroup | None = None) -> int:
@@ -251,7 +218,6 @@ def run(
     body: Callable[..., Any],
     world_size: int,
     *arguments: Any,
-    iterations: int = 2,
     environment: Mapping[str, str] | None = None,
     timeout: float = TIMEOUT,
 ) -> list[Any]:
@@ -261,24 +227,19 @@ def run(
         body: a function of a module, called with a `Rank` and
         world_size: the number of processes.
         arguments: these.
-        iterations: so many stores are there for it, beside the wrapper's.
         environment: what the processes find beside what we have.
         timeout: seconds for all of it.
     """
     deadline = time.monotonic() + timeout
-    servers = [
-        TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=TIMEOUT), wait_for_workers=False)
-        for _ in range(iterations + 1)
-    ]
-    ports = [server.port for server in servers]
+    server = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=TIMEOUT), wait_for_workers=False)
     wrappers = TCPStoreServer(0, "127.0.0.1")
     processes: list[tuple[subprocess.Popen[bytes], Connection]] = []
     try:
         for number in range(world_size):
-            rank = Rank(number, world_size, ports[1:], control=None)  # type: ignore[arg-type]  # made there
+            rank = Rank(number, world_size, control=None)  # type: ignore[arg-type]  # made there
             process, here = _start({**_as_rank(rank, wrappers.port), **(environment or {})})
             processes.append((process, here))
-            here.send((rank, ports[0], body, arguments))
+            here.send((rank, server.port, body, arguments))
         return [_result(number, *each, deadline) for number, each in enumerate(processes)]
     finally:
         _end(processes)

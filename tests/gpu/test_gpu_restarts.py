@@ -7,6 +7,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ from gpu_ranks import (
 from torch.nn.parallel import DistributedDataParallel
 
 from ft_wrapper import CallWrapper, Limits, Wrapper
+from ft_wrapper.health_check import CudaHealthCheck
 
 pytestmark = needs_gpu
 RESTARTS = 200
@@ -110,10 +112,10 @@ def test_device_memory_is_flat(nccl: str, seen: Callable[[str], None]) -> None:
 
 
 def faults_before_it_ends(rank: Rank) -> tuple[bool, float, int]:
-    """A fault while a collective waits behind a long kernel."""
+    """A fault while a collective waits behind a long kernel; the context is looked at before the restart."""
     fault_at, was_pending = 0.0, False
 
-    @Wrapper
+    @Wrapper(health_check=CudaHealthCheck(timeout=timedelta(seconds=TIMEOUT)))
     def train(call_wrapper: CallWrapper) -> tuple[float, int]:
         nonlocal fault_at, was_pending
         back_after = time.monotonic() - fault_at
@@ -140,37 +142,46 @@ def test_a_fault_with_a_pending_collective(nccl: str, seen: Callable[[str], None
     seen(f"after {back_after:.2f} s")
 
 
-# ---- the function destroys its groups ----------------------------------------------------------------
+# ---- groups that go while there is work in flight --------------------------------------------------------
 
 
-def destroys(rank: Rank) -> list[list[int]]:
-    """Work in flight, a model, two groups; and new groups after them in the same call."""
+def goes_with_work_in_flight(rank: Rank) -> list[int]:
+    """Work in flight, a model, two groups, which the function destroys; then those that it leaves behind."""
+
+    def begin() -> tuple[dist.ProcessGroup, list[torch.Tensor]]:
+        dist.init_process_group(BACKEND)
+        group = dist.new_group([0])
+        model = DistributedDataParallel(torch.nn.Linear(512, 512).to(DEVICE), process_group=group)
+        model(torch.ones(64, 512, device=DEVICE)).square().mean().backward()
+        tensors = [torch.ones(1 << 20, device=DEVICE) for _ in range(10)]
+        for tensor in tensors:
+            dist.all_reduce(tensor, async_op=True)
+        return group, tensors
+
+    def sum_of(tensors: list[torch.Tensor]) -> int:
+        return sum(int(tensor.sum()) for tensor in tensors)
 
     @Wrapper
-    def train(call_wrapper: CallWrapper) -> list[int]:
-        sums = []
-        for _ in range(2):
-            dist.init_process_group(BACKEND)
-            group = dist.new_group([0])
-            model = DistributedDataParallel(torch.nn.Linear(512, 512).to(DEVICE), process_group=group)
-            model(torch.ones(64, 512, device=DEVICE)).square().mean().backward()
-            tensors = [torch.ones(1 << 20, device=DEVICE) for _ in range(10)]
-            for tensor in tensors:
-                dist.all_reduce(tensor, async_op=True)
-            dist.destroy_process_group(group)
-            dist.destroy_process_group()
-            assert not dist.is_initialized()
-            sums.append(sum(int(tensor.sum()) for tensor in tensors))
-        return sums
+    def train(call_wrapper: CallWrapper) -> tuple[int, list[torch.Tensor]]:
+        group, tensors = begin()
+        dist.destroy_process_group(group)
+        dist.destroy_process_group()
+        assert not dist.is_initialized()
+        return sum_of(tensors), begin()[1]
 
-    return [train() for _ in range(3)]
+    sums = []
+    for _ in range(3):
+        first, tensors = train()
+        assert not dist.is_initialized()
+        sums += [first, sum_of(tensors)]
+    return sums
 
 
 @each_nccl
-def test_the_function_destroys_its_groups(nccl: str, seen: Callable[[str], None]) -> None:
-    """destroy_process_group in the function: work in flight comes to its end, and new groups work"""
-    (sums,) = run(destroys, 1, environment=choosing(nccl))
-    assert sums == [[10 << 20] * 2] * 3
+def test_work_in_flight_comes_to_its_end(nccl: str, seen: Callable[[str], None]) -> None:
+    """Work in flight comes to its end when the function destroys its groups, and at a normal return"""
+    (sums,) = run(goes_with_work_in_flight, 1, environment=choosing(nccl))
+    assert sums == [10 << 20] * 6
     seen("3 calls of 2 rounds")
 
 
