@@ -15,17 +15,18 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[3]))  # it is run as a program
 
 from disturbed_worlds import disturbed_world
+from explored_nodes import drawn_job
 from simulated_nodes import random_world
 
 from ft_wrapper.testing import SchedulerError
 from tests.explorer.explore import explore_seeds
 
 _TRACE_LINES = 60
-JOBS = (random_world, disturbed_world)
+JOBS = (drawn_job, random_world, disturbed_world)
 
 
 def run(seed: int) -> str:
-    """Runs two jobs, a small one and a larger one.
+    """Runs three jobs, each larger than the one before.
 
     Returns:
         What does not hold, and the last steps; empty if nothing is wrong.

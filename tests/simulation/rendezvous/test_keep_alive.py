@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import TypeVar
 
 import pytest
 from simulated_nodes import neighbours
@@ -84,11 +85,18 @@ class SlowStore(FakeStore):
         return count
 
 
+Store = TypeVar("Store", bound=FakeStore)
+
+
+def observed(store: Store) -> tuple[Store, NodeWatch]:
+    """A store, and what the first node sees of the others there."""
+    return store, NodeWatch(store, NODES[0], timeout=15.0, interval=5.0)
+
+
 @pytest.mark.parametrize("pause", ["before", "after"])
 def test_own_pause_does_not_silence_others(pause: str) -> None:
     """This node stands still for longer than the timeout while it looks; the other one beats every 5 s."""
-    store = SlowStore()
-    watch = NodeWatch(store, NODES[0], timeout=15.0, interval=5.0)
+    store, watch = observed(SlowStore())
     state = record(RoundPolicy.GROUP, 2, 0)
     assert watch.silent(state) == []
     store.clock.advance(4.9)
@@ -126,8 +134,7 @@ def looks(
 
 
 def test_all_that_were_lost_together_are_silent_at_the_same_time() -> None:
-    store = FakeStore()
-    watch = NodeWatch(store, NODES[0], timeout=15.0, interval=5.0)
+    store, watch = observed(FakeStore())
     state = record(RoundPolicy.GROUP, 6, 0)
     assert looks(watch, store, state, 8, *NODES[1:]) == []
     found = [len(looks(watch, store, state, 1, NODES[5])) for _ in range(6)]
@@ -136,8 +143,7 @@ def test_all_that_were_lost_together_are_silent_at_the_same_time() -> None:
 
 def test_what_was_seen_stays_when_places_change() -> None:
     """A living node comes to be between this one and those that it observes."""
-    store = FakeStore()
-    watch = NodeWatch(store, NODES[0], timeout=15.0, interval=5.0)
+    store, watch = observed(FakeStore())
     state = record(RoundPolicy.GROUP, 5, 0)
     looks(watch, store, state, 8, *NODES[1:])
     looks(watch, store, state, 5, NODES[4])
@@ -150,8 +156,7 @@ def test_what_was_seen_stays_when_places_change() -> None:
 
 
 def test_a_look_reads_two_counters_while_all_live() -> None:
-    store = FakeStore()
-    watch = NodeWatch(store, NODES[0], timeout=15.0, interval=5.0)
+    store, watch = observed(FakeStore())
     reads: list[str] = []
     state = record(RoundPolicy.GROUP, 6, 0)
     looks(watch, store, state, 4, *NODES[1:])
@@ -164,8 +169,7 @@ def test_a_look_reads_two_counters_while_all_live() -> None:
 @pytest.mark.parametrize("away", [3.0, 8.0, 20.0, 55.0])
 def test_nodes_that_reconnect_later_are_not_silent(away: float) -> None:
     """An outage of the store: the others' clients notice its end as late as their attempts let them."""
-    store = SlowStore()
-    watch = NodeWatch(store, NODES[0], timeout=15.0, interval=5.0)
+    store, watch = observed(SlowStore())
     state = record(RoundPolicy.GROUP, 3, 0)
     assert looks(watch, store, state, 8, *NODES[1:3]) == []
     store.clock.advance(5.0 + away)  # its own sign of life had to wait
@@ -178,8 +182,7 @@ def test_nodes_that_reconnect_later_are_not_silent(away: float) -> None:
 
 
 def test_a_store_that_stays_slow_keeps_no_lost_node_in() -> None:
-    store = FakeStore()
-    watch = NodeWatch(store, NODES[0], timeout=15.0, interval=5.0)
+    store, watch = observed(FakeStore())
     state, found, seconds = record(RoundPolicy.GROUP, 2, 0), list[Node](), 0.0
     while not found:
         store.clock.advance(9.0)  # each look comes late

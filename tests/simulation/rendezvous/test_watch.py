@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable
 
 import pytest
 
 from ft_wrapper.rendezvous.executor import Executor
-from ft_wrapper.rendezvous.keys import version_key
 from ft_wrapper.rendezvous.presence import LOOK_AGAIN, Watcher
 from ft_wrapper.rendezvous.record import Node, RendezvousRecord
 from ft_wrapper.rendezvous.register import KEPT_VERSIONS, Board, RecordRegister
 from ft_wrapper.rendezvous.settings import RendezvousSettings
-from ft_wrapper.store import TCPStore, TCPStoreServer
 from ft_wrapper.testing import Scheduler
 from tests.explorer.stores import SimulatedStore
 
@@ -145,40 +142,3 @@ def test_a_wake_up_that_was_lost_is_passed_on(knows: bool) -> None:
 
     watched.run(plan)
     assert watched.told == [(2.0, 1)]
-
-
-def test_on_a_real_store() -> None:
-    """The watcher is held up while the record changes often; then it is told the last one."""
-    server = TCPStoreServer(0)
-    with contextlib.ExitStack() as stack:
-        stack.callback(server.close)
-        store = TCPStore("localhost", server.port)
-        stack.callback(store.close)
-        writer = RecordRegister(store, INITIAL)
-        held_up, go_on, seen_all = threading.Event(), threading.Event(), threading.Event()
-
-        def note(state: RendezvousRecord) -> None:
-            held_up.set()
-            assert go_on.wait(30.0)
-            if state.version == MANY + 1:
-                seen_all.set()
-
-        register = RecordRegister(store.clone(), INITIAL, Board(on_change=note))
-        register.read()
-        watcher = Watcher(Node("0"), register)
-        now = register.store.now
-        ahead = [0.0]
-        register.store.now = lambda: now() + ahead[0]  # type: ignore[method-assign]
-        watcher.start()
-        writer.touch()
-        assert held_up.wait(30.0)
-        for _ in range(MANY):
-            writer.touch()
-        assert not store.check([version_key(2)])
-        ahead[0] = 60.0  # it was held up for longer than it took here
-        go_on.set()
-        assert seen_all.wait(30.0), "it waits for a key that is gone"
-        watcher.stop()
-        writer.touch()
-        watcher.join(30.0)
-        assert not watcher.is_alive()
