@@ -18,20 +18,16 @@ The final weights are the same, bit for bit, as those of the run without faults.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import re
 import signal
-import sys
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
+from kill_nodes import Node, NodesRun, left_in, three_nodes
+from soak import FINISH, folder_of, send, train_both
 
-from kill_and_rejoin import FINISH, FOREVER, entered, fail, send
-from kill_nodes import Node, Run, left_in, three_nodes
-from launcher import no_core_dumps, run_program
+# isort: split
+from launcher import run_program
 from table import duration, show_table
 
 from ft_wrapper.testing import EtcdServer
@@ -48,7 +44,7 @@ class Demo:
         etcd: where its nodes meet.
     """
 
-    def __init__(self, run: Run, etcd: EtcdServer) -> None:
+    def __init__(self, run: NodesRun, etcd: EtcdServer) -> None:
         self._run = run
         self._etcd = etcd
         self.rows: list[tuple[str, str, str]] = []
@@ -102,7 +98,7 @@ class Demo:
             self.go_on(20)
         self._run.wait(max(0.0, end - time.monotonic()))
         if self._iteration() != before:
-            fail(self._run, "an iteration began without a majority of etcd")
+            self._run.fail("an iteration began without a majority of etcd")
         back = time.monotonic()
         for member in members:
             self._etcd.restart(member)
@@ -122,29 +118,28 @@ class Demo:
     def kill_rank(self) -> None:
         """Kills the process of one that trains; its agent stays."""
         newest = self._iteration()
-        pids = [record["pid"] for record in entered(self._run) if record["iteration"] == newest]
+        pids = [record["pid"] for record in self._run.entered() if record["iteration"] == newest]
         send(pids[-1], signal.SIGKILL)
 
     def _iteration(self) -> int:
-        return max((record["iteration"] for record in entered(self._run)), default=-1)
+        return max((record["iteration"] for record in self._run.entered()), default=-1)
 
     def _await(self, condition: Callable[[], bool], otherwise: str) -> None:
         deadline = time.monotonic() + FINISH
         while not condition():
             if time.monotonic() >= deadline:
-                fail(self._run, otherwise)
+                self._run.fail(otherwise)
             self._run.wait(LOOK_EVERY)
 
 
-def train_through_losses(run: Run, etcd: EtcdServer, outage: float) -> Demo:
-    """Trains, and loses machines meanwhile; leaves the run as it trains.
+def train_through_losses(run: NodesRun, etcd: EtcdServer, outage: float) -> Demo:
+    """Lets a training lose machines.
 
     Args:
-        run: the training; it is not yet started.
+        run: the training; it runs.
         etcd: where its nodes meet.
         outage: seconds without a majority of etcd.
     """
-    run.start()
     demo = Demo(run, etcd)
     demo.go_on(20)
     leader = etcd.leader()
@@ -174,38 +169,25 @@ def main() -> None:
     parser.add_argument(
         "--outage", type=float, default=10.0, help="seconds without a majority of etcd (default: 10)"
     )
+    parser.set_defaults(folder=None)
     args = parser.parse_args()
-    no_core_dumps()
-    begin = time.monotonic()
-    with contextlib.ExitStack() as exits:
-        folder = Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="ft-wrapper-demo-")))
-        etcd = exits.enter_context(EtcdServer(members=3))
-        shape = three_nodes(etcd)
-        stop = folder / "stop"
+    rows: list[tuple[str, str, str]] = []
+    with folder_of(args), EtcdServer(members=3) as etcd:
         print("three nodes of two ranks, four of which train", flush=True)
-        lossy = Run(folder / "lossy", shape, ["--steps", str(FOREVER), "--stop-file", str(stop)])
-        with contextlib.closing(lossy):
-            demo = train_through_losses(lossy, etcd, args.outage)
-            stop.touch()
-            lossy.finish(FINISH)
-        steps = lossy.final()[2]
-        print(f"the same {steps} steps without losses", flush=True)
-        clean = Run(folder / "clean", shape, ["--steps", str(steps)])
-        with contextlib.closing(clean):
-            clean.start()
-            clean.finish(time.monotonic() - begin + FINISH)
-        show_table(("lost", "restarts", "back in the function after"), demo.rows)
-        print(f"final weights with losses     sha256 {lossy.final()[0]}")
-        print(f"final weights without losses  sha256 {clean.final()[0]}", flush=True)
-        if clean.final() != lossy.final():
-            fail(lossy, "the weights differ")
-        for lost, restarts, back in demo.rows:
+        shape = three_nodes(etcd)
+        run = train_both(
+            args.folder,
+            lambda name, options: NodesRun(args.folder / name, shape, options),
+            lambda run: rows.extend(train_through_losses(run, etcd, args.outage).rows),
+        )
+        show_table(("lost", "restarts", "back in the function after"), rows)
+        for lost, restarts, back in rows:
             if back == "-" and restarts != "0":
-                fail(lossy, f"lost {lost}: {restarts} restarts")
+                run.fail(f"lost {lost}: {restarts} restarts")
         left = left_in(etcd)
         if left:
-            fail(lossy, f"left in etcd: {', '.join(left)}")
-    print(f"\nthe same weights, bit for bit, in spite of the losses ({time.monotonic() - begin:.0f} s)")
+            run.fail(f"left in etcd: {', '.join(left)}")
+    print("\nthe same weights, bit for bit, in spite of the losses")
 
 
 if __name__ == "__main__":

@@ -28,52 +28,44 @@ What must hold then:
 
 from __future__ import annotations
 
-import argparse
 import collections
 import contextlib
 import dataclasses
 import heapq
-import itertools
 import json
 import os
 import random
 import re
 import select
 import signal
-import statistics
 import subprocess
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import psutil
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
-
-from kill_and_rejoin import (
-    FINAL,
+from scrapes import Scrapes
+from soak import (
     FINISH,
-    FOREVER,
-    HARD_TIMEOUT,
-    HEARTBEAT_TIMEOUT,
-    LONG,
     RESTART,
     SAMPLE_EVERY,
-    SOFT_TIMEOUT,
-    TRAIN,
+    Hammer,
+    Record,
+    Run,
     Samples,
-    entered,
-    fail,
-    middle_and_most,
+    folder_of,
+    make_parser,
     send,
-    used_twice,
+    soak,
+    train,
 )
-from launcher import no_core_dumps, run_program
-from scrapes import Scrapes
+
+# isort: split
+from launcher import run_program
 from table import show_table
 
 from ft_wrapper import events
@@ -101,7 +93,6 @@ KINDS = {
     "node lost": 2,  # everything at once: no one can tell the others
     "SIGKILL of ftrun": 2,  # its ranks have to notice
 }
-OUTRIGHT = ("SIGKILL", "SIGABRT", "SIGSEGV")
 MEMBER = "member of etcd lost"
 # What the ranks meet inside the function, in some iterations.
 FAULTS = {"exception": 4, "sleep": 1, "gil": 1}
@@ -146,15 +137,6 @@ def two_nodes() -> Shape:
 def three_nodes(etcd: EtcdServer) -> Shape:
     """No node is needed more than another one."""
     return Shape(3, 2, 4, (3, 3, 3, 3, 1, 1), (0, 1, 2), etcd=etcd)
-
-
-@dataclasses.dataclass(frozen=True)
-class Strike:
-    """Something that was done, at a moment of this machine's monotonic clock, to these processes."""
-
-    kind: str
-    at: float
-    pids: Sequence[int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,7 +228,7 @@ class Node:
                 self.lose(wholly=True)
 
 
-class Run:
+class NodesRun(Run):
     """A training run on several nodes.
 
     Args:
@@ -256,12 +238,11 @@ class Run:
     """
 
     def __init__(self, folder: Path, shape: Shape, options: Sequence[str]) -> None:
-        folder.mkdir()
-        self.folder = folder
+        super().__init__(folder, shape.active)
         self.shape = shape
-        self.strikes: list[Strike] = []
         self.left: list[str] = []
         self.ranks: dict[int, psutil.Process] = {}  # the newest process of each
+        self.scrapes = Scrapes()
         self._output = open(folder / "output", "ab")  # noqa: SIM115  # until `close`
         self._events_read = 0
         self.port = free_port()
@@ -272,16 +253,12 @@ class Run:
         else:
             command += ["--rdzv-backend", "etcd", "--rdzv-endpoint", shape.etcd.endpoints]
             command += ["--rdzv-id", self.job]
-        script = [str(TRAIN), "--active", str(shape.active), "--min-ranks", str(shape.active)]
-        script += ["--checkpoint-dir", str(folder / "checkpoints"), *options]
-        script += ["--soft-timeout", str(SOFT_TIMEOUT), "--hard-timeout", str(HARD_TIMEOUT)]
-        script += ["--heartbeat-timeout", str(HEARTBEAT_TIMEOUT)]
         environment = {events.ENV: str(folder / "events"), "OMP_NUM_THREADS": "1"}
         self.nodes = []
         for number in range(shape.nodes):
             conf = CONF if shape.etcd is not None else f"{CONF},is_host={number == 0}"
-            options = [*command, "--rdzv-conf", conf, *script]
-            self.nodes.append(Node(str(number), options, self._output.fileno(), environment))
+            whole = [*command, "--rdzv-conf", conf, *train(folder, shape.active, options)]
+            self.nodes.append(Node(str(number), whole, self._output.fileno(), environment))
 
     @property
     def job(self) -> str:
@@ -302,7 +279,7 @@ class Run:
     def wait(self, seconds: float) -> None:
         """Waits a while; ends the program if a node ends meanwhile."""
         for node in self._ended(seconds):
-            fail(self, f"node {node.name} has ended ({node.process and node.process.returncode}), unasked")
+            self.fail(f"node {node.name} has ended ({node.process and node.process.returncode}), unasked")
 
     def finish(self, seconds: float) -> None:
         """Waits until all nodes have ended well."""
@@ -310,12 +287,12 @@ class Run:
         running = [node for node in self.nodes if node.process is not None]
         while running:
             if time.monotonic() >= deadline:
-                fail(self, f"the training did not finish within {seconds:.0f} s")
+                self.fail(f"the training did not finish within {seconds:.0f} s")
             for node in self._ended(max(0.0, deadline - time.monotonic())):
                 running.remove(node)
                 assert node.process is not None
                 if node.process.returncode != 0:
-                    fail(self, f"node {node.name} ended with exit code {node.process.returncode}")
+                    self.fail(f"node {node.name} ended with exit code {node.process.returncode}")
                 node.process = None
 
     def await_all(self) -> None:
@@ -323,7 +300,7 @@ class Run:
         deadline = time.monotonic() + FINISH
         while not self._all_take_part():
             if time.monotonic() >= deadline:
-                fail(self, "not all ranks take part again")
+                self.fail("not all ranks take part again")
             self.wait(SAMPLE_EVERY)
 
     def _all_take_part(self) -> bool:
@@ -348,18 +325,6 @@ class Run:
             node.process.wait()
         return ended
 
-    def printed(self) -> str:
-        """What was printed so far."""
-        return (self.folder / "output").read_text(encoding="utf-8", errors="replace")
-
-    def final(self) -> tuple[str, str, int]:
-        """The final weights, their loss, and the number of steps."""
-        found = re.findall(FINAL.pattern, self.printed(), re.MULTILINE)
-        if len(found) != 1:
-            fail(self, f"the final weights were printed {len(found)} times")
-        sha256, loss, steps = found[0]
-        return sha256, loss, int(steps)
-
     def ranks_of(self, node: Node) -> dict[int, psutil.Process]:
         """The processes of the ranks that run on a node, as the events tell."""
         path = self.folder / "events"
@@ -382,120 +347,112 @@ class Run:
                     found[rank] = process
         return found
 
+    def wrong(self, records: Sequence[Record], steps: int) -> list[str]:
+        """Says what was left of nodes and in etcd, who was killed though spared, which metrics are odd."""
+        shape, wrong = self.shape, [f"left of a lost node: {process}" for process in self.left]
+        pids = {record["pid"] for record in self.entered() if record["slot"] == shape.spared}
+        if shape.spared is not None and len(pids) > 1 + self._hung(records):
+            wrong.append(f"rank {shape.spared}, which no one killed, had the processes {sorted(pids)}")
+        wrong += [f"left in etcd: {key}" for key in left_in(shape.etcd)]
+        lines, counted = len(RESTART.findall(self.printed())), self.scrapes.restarts()
+        if self.scrapes.count and not 0 < counted <= lines:
+            wrong.append(f"the agents have counted {counted} restarts, and there are {lines} lines of them")
+        return [*wrong, *self.scrapes.wrong]
+
+    def _hung(self, records: Sequence[Record]) -> int:
+        """How often the spared rank was ended because it hung."""
+        ended = [r["slot"] for r in records if r["event"] == "fault" and r["kind"] == "HARD_TIMEOUT"]
+        return ended.count(self.shape.spared)
+
+    def tell(self, records: Sequence[Record], steps: int) -> None:
+        """Prints what happened, and how often."""
+        kinds = collections.Counter(strike.kind for strike in self.strikes)
+        kinds.update(f"{record['kind']} in the function" for record in records if record["event"] == "inject")
+        show_table(("what happened", "times"), [[kind, str(count)] for kind, count in kinds.items()])
+        iterations = max(record["iteration"] for record in self.entered()) + 1
+        started = sum(record["event"] == "rank_started" for record in records) - self.shape.size
+        print(f"{started} processes were started again; {iterations} iterations, {steps} steps")
+        print(f"{self.scrapes.count} scrapes of metrics, {self.scrapes.restarts()} restarts in the last ones")
+        if self.shape.spared is not None:
+            print(f"the spared rank was ended {self._hung(records)} times at hard_timeout")
+
 
 class NodeSamples(Samples):
-    """What the processes of all nodes have, and the stores: a sample every other second."""
+    """What the processes of all nodes have, and the stores."""
 
-    def __init__(self, run: Run) -> None:
-        self._nodes_run = run
-        self._taken = collections.defaultdict(list)
-        self._keys = []
-        self.processes: list[tuple[float, int]] = []
-        self.scrapes = Scrapes()
+    def __init__(self, run: NodesRun) -> None:
+        self._run = run
         if run.shape.etcd is not None:
             every = EtcdAddress(run.shape.etcd.endpoints, f"{DEFAULT_PREFIX}/{run.job}".strip("/"))
-            self._stores = [connect_etcd(every, STORE_TIMEOUT)]
+            super().__init__([connect_etcd(every, STORE_TIMEOUT)])
             return
         (workers,) = set(re.findall(r"ftrun status (\S+)", run.printed()))
-        self._stores = [connect(address, STORE_TIMEOUT) for address in (f"localhost:{run.port}", workers)]
+        super().__init__([connect(address, STORE_TIMEOUT) for address in (f"localhost:{run.port}", workers)])
 
     def take(self) -> None:
         """Takes one of each."""
-        now = time.monotonic()
-        run, shape = self._nodes_run, self._nodes_run.shape
-        self._keys.append((now, sum(store.num_keys() for store in self._stores)))
+        super().take()
+        run, shape, now = self._run, self._run.shape, time.monotonic()
         first = run.nodes[0]
         ranks = {rank: process for node in run.nodes for rank, process in run.ranks_of(node).items()}
         if len(ranks) == shape.size and first.process is not None:  # it has connections to all that are there
-            self._note("ftrun of node 0, and what it hosts", [psutil.Process(first.pid)])
-            self.processes.append((now, len(first.processes())))
+            self._note_processes("ftrun of node 0, and what it hosts", [psutil.Process(first.pid)])
+            self._note("processes of node 0", len(first.processes()), MORE_PROCESSES, "{:.0f}")
         if shape.spared in ranks:
-            self._note(f"spared rank {shape.spared}", [ranks.pop(shape.spared)])
-        self._note("other ranks", list(ranks.values()))
+            self._note_processes(f"spared rank {shape.spared}", [ranks.pop(shape.spared)])
+        self._note_processes("other ranks", list(ranks.values()))
         for node in run.nodes:
             if node.process is not None:
-                self.scrapes.take(node.pid, node.port, is_starting=now < node.takes_part)
-
-    def growth(self) -> tuple[list[list[str]], list[str]]:
-        """Returns rows of a table, first minute against last, and what has grown."""
-        rows, grown = super().growth()
-        third = len(self.processes) // 3
-        counts = [count for _, count in self.processes]
-        first, last = statistics.median(counts[: third + 1]), statistics.median(counts[-third - 1 :])
-        rows.append(["processes of node 0", f"{first:.0f}", f"{last:.0f}", f"{max(counts)}"])
-        if last > first + MORE_PROCESSES:
-            grown.append(f"processes of node 0 grew from {first:.0f} to {last:.0f}")
-        return rows, grown
-
-    def close(self) -> None:
-        """Closes the connections to the stores."""
-        for store in self._stores:
-            store.close()
+                run.scrapes.take(node.pid, node.port, is_starting=now < node.takes_part)
 
 
-class Hammer:
-    """What happens, one thing after the other; always the same plan for a seed.
+class NodeHammer(Hammer):
+    """What happens. It cannot where the rank is dead or stopped, or the node or member lost."""
 
-    What cannot happen when its turn comes, since the rank is dead or stopped or the node lost, is passed over
-    for the next thing in the plan.
-    """
-
-    def __init__(self, run: Run, seed: int) -> None:
+    def __init__(self, run: NodesRun, seed: int) -> None:
+        super().__init__(seed)
         self._run = run
-        self._choose = random.Random(seed)
-        self._serial = itertools.count()
-        self._later: list[tuple[float, int, int | Node | Member]] = []  # when, serial number, who goes on
-        self._stopped: set[int] = set()
         self._kinds = KINDS if run.shape.etcd is None else {**KINDS, MEMBER: 3}
         self._members_away = 0
 
-    def due(self) -> float:
-        """When somebody has to go on next."""
-        return self._later[0][0] if self._later else float("inf")
+    def _resume(self, who: Any) -> None:
+        if isinstance(who, Node):
+            who.start()
+            print(f"  node {who.name} is started again", flush=True)
+        elif isinstance(who, Member):
+            who.server.restart(who.index)
+            self._members_away -= 1
+            print(f"  member {who.index} of etcd is started again", flush=True)
+        else:
+            super()._resume(who)
 
-    def resume(self, at: float) -> None:
-        """Lets those go on whose time has come."""
-        while self._later and self._later[0][0] <= at:
-            who = heapq.heappop(self._later)[2]
-            if isinstance(who, Node):
-                who.start()
-                print(f"  node {who.name} is started again", flush=True)
-            elif isinstance(who, Member):
-                who.server.restart(who.index)
-                self._members_away -= 1
-                print(f"  member {who.index} of etcd is started again", flush=True)
-            else:
-                send(who, signal.SIGCONT)
-                self._stopped.discard(who)
-
-    def strike(self) -> None:
-        """Does the next thing."""
-        for _ in range(100):
-            shape = self._run.shape
-            kind = self._choose.choices(list(self._kinds), list(self._kinds.values()))[0]
-            slot, seconds = self._choose.choices(range(shape.size), shape.weights)[0], self._choose.random()
-            if kind == MEMBER:
-                if not self._members_away:
-                    self._lose_member(shape.etcd, seconds)
-                    return
-            elif "node" in kind or "ftrun" in kind:
-                node = self._run.nodes[self._choose.choice(shape.lost)]
-                # One at a time. Now and then while it starts; it has to take part, too.
-                is_new = any(time.monotonic() < other.takes_part for other in self._run.nodes)
-                all_there = all(other.process is not None for other in self._run.nodes)
-                if all_there and not (is_new and seconds < 0.8):
-                    self._lose_node(node, kind, seconds)
-                    return
-            else:
-                process = self._run.ranks_of(self._run.nodes[slot // shape.ranks]).get(slot)
-                if process is not None and process.pid not in self._stopped:
-                    self._hit(kind, slot, process.pid, seconds)
-                    return
+    def try_to_strike(self) -> bool:
+        """Does the next thing of the plan, if it can happen now."""
+        shape = self._run.shape
+        kind = self._choose.choices(list(self._kinds), list(self._kinds.values()))[0]
+        slot, seconds = self._choose.choices(range(shape.size), shape.weights)[0], self._choose.random()
+        if kind == MEMBER:
+            if self._members_away or shape.etcd is None:
+                return False
+            self._lose_member(shape.etcd, seconds)
+        elif "node" in kind or "ftrun" in kind:
+            node = self._run.nodes[self._choose.choice(shape.lost)]
+            # One at a time. Now and then while it starts; it has to take part, too.
+            is_new = any(time.monotonic() < other.takes_part for other in self._run.nodes)
+            all_there = all(other.process is not None for other in self._run.nodes)
+            if not all_there or (is_new and seconds < 0.8):
+                return False
+            self._lose_node(node, kind, seconds)
+        else:
+            process = self._run.ranks_of(self._run.nodes[slot // shape.ranks]).get(slot)
+            if process is None or process.pid in self._stopped:
+                return False
+            self._hit(self._run.strike(kind, [process.pid]), slot, seconds)
+        return True
 
     def _lose_member(self, server: EtcdServer, seconds: float) -> None:
         index = server.leader() if seconds < 0.5 else self._choose.randrange(3)
-        strike = Strike(MEMBER, time.monotonic(), [])
-        self._run.strikes.append(strike)
+        strike = self._run.strike(MEMBER, [])
         server.kill(index)
         self._members_away += 1
         self._resume_after(strike, 5.0 * seconds, Member(server, index))
@@ -503,34 +460,15 @@ class Hammer:
 
     def _lose_node(self, node: Node, kind: str, seconds: float) -> None:
         pids = [process.pid for process in node.processes()]
-        strike = Strike(kind, time.monotonic(), pids)
-        self._run.strikes.append(strike)
+        strike = self._run.strike(kind, pids)
         left = node.lose(wholly=kind == "node lost")
         self._run.left += [f"{process.pid} {' '.join(process.cmdline())[:80]}" for process in left]
         self._stopped.difference_update(pids)
-        self._later = [later for later in self._later if later[2] not in pids]
+        self._later = [one for one in self._later if not isinstance(one[2], list) or one[2][0] not in pids]
         heapq.heapify(self._later)
         # Before the others have noticed its silence, or after that.
         self._resume_after(strike, 2 * LOST_AFTER * seconds, node)
         print(f"  {kind}, node {node.name} with {len(pids)} processes", flush=True)
-
-    def _hit(self, kind: str, slot: int, pid: int, seconds: float) -> None:
-        lasting = kind.startswith("SIGSTOP")
-        strike = Strike(kind, time.monotonic(), [pid])
-        self._run.strikes.append(strike)
-        send(pid, signal.SIGSTOP if lasting else getattr(signal, kind))
-        print(f"  {kind}, slot {slot}, pid {pid}", flush=True)
-        if lasting:
-            past = HARD_TIMEOUT + HEARTBEAT_TIMEOUT + 3.0
-            self._resume_after(strike, 0.1 + seconds if "short" in kind else past + 2.0 * seconds, pid)
-            self._stopped.add(pid)
-
-    def _resume_after(self, strike: Strike, seconds: float, who: int | Node | Member) -> None:
-        heapq.heappush(self._later, (strike.at + seconds, next(self._serial), who))
-
-    def choose_pause(self, every: float) -> float:
-        """Returns the seconds until the next thing."""
-        return every * self._choose.uniform(0.8, 1.2)
 
 
 def faults(seed: int, minutes: float, active: int) -> str:
@@ -543,39 +481,6 @@ def faults(seed: int, minutes: float, active: int) -> str:
     return ",".join(specs)
 
 
-def hammer(run: Run, args: argparse.Namespace) -> NodeSamples:
-    """Lets the training run, and things happen to it, for as long as was asked for."""
-    run.start()
-    deadline = time.monotonic() + FINISH
-    while not (records := entered(run)) or len({r["rank"] for r in records}) < run.shape.active:
-        if time.monotonic() >= deadline:
-            fail(run, "the training did not begin")
-        run.wait(SAMPLE_EVERY)
-    for node in run.nodes:
-        node.takes_part = time.monotonic()
-
-    strikes = Hammer(run, args.seed)
-    samples = NodeSamples(run)
-    try:
-        end = time.monotonic() + 60 * args.minutes
-        next_sample = time.monotonic()
-        next_strike = time.monotonic() + strikes.choose_pause(args.every)
-        while (now := time.monotonic()) < end:
-            if now >= next_sample:
-                samples.take()
-                next_sample = now + SAMPLE_EVERY
-            strikes.resume(now)
-            if now >= next_strike:
-                strikes.strike()
-                next_strike = now + strikes.choose_pause(args.every)
-            run.wait(max(0.0, min(next_sample, next_strike, strikes.due(), end) - time.monotonic()))
-        strikes.resume(float("inf"))
-        run.await_all()
-    finally:
-        samples.close()
-    return samples
-
-
 def left_in(etcd: EtcdServer | None) -> list[str]:
     """Returns the keys that jobs which have ended have left in etcd."""
     if etcd is None:
@@ -585,118 +490,30 @@ def left_in(etcd: EtcdServer | None) -> list[str]:
         return [kv.key.decode(errors="replace") for kv in every]
 
 
-def times_back(run: Run) -> list[list[str]]:
-    """Returns rows of a table: from a strike at somebody who trained to the moment when all train again."""
-    by_iteration: dict[int, list[dict]] = {}
-    for record in entered(run):
-        by_iteration.setdefault(record["iteration"], []).append(record)
-    complete = {
-        n: max(r["monotonic"] for r in rs) for n, rs in by_iteration.items() if len(rs) == run.shape.active
-    }
-    back = collections.defaultdict(list)
-    for strike in run.strikes:
-        on = max((n for n, at in complete.items() if at <= strike.at), default=-1)
-        later = min((at for n, at in complete.items() if n > on), default=None)
-        trained = {record["pid"] for record in by_iteration.get(on, ())}
-        if later is not None and not trained.isdisjoint(strike.pids) and strike.kind != "SIGSTOP, short":
-            back["killed" if strike.kind in OUTRIGHT else strike.kind].append(later - strike.at)
-    kinds = ("killed", "SIGSTOP, long", "node lost", "SIGKILL of ftrun")
-    return [[f"{kind}: all back after", *middle_and_most(back[kind])] for kind in kinds]
-
-
 def main() -> None:
     """Runs it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    add = parser.add_argument
-    add("--minutes", type=float, default=1.0, help="for how long things happen")
-    add("--every", type=float, default=3.0, help="seconds between two of them, a fifth more or less")
-    add("--seed", type=int, default=0, help="decides what happens to whom")
-    add("--etcd", action="store_true", help="three nodes that meet in etcd, of which all may be lost")
-    add(
-        "--folder", type=Path, help="where to keep output, events and checkpoints (default: they are removed)"
+    parser = make_parser(__doc__, every=3.0)
+    parser.add_argument(
+        "--etcd", action="store_true", help="three nodes that meet in etcd, of which all may be lost"
     )
     args = parser.parse_args()
+    with folder_of(args), contextlib.ExitStack() as exits:
+        shape = three_nodes(exits.enter_context(EtcdServer(members=3))) if args.etcd else two_nodes()
+        print(
+            f"{shape.nodes} nodes of {shape.ranks} ranks, {shape.active} of {shape.size} active, something "
+            f"every {args.every:g} s for {args.minutes:g} minutes (seed {args.seed})",
+            flush=True,
+        )
 
-    no_core_dumps()
-    with tempfile.TemporaryDirectory(prefix="ft-wrapper-soak-") as temporary:
-        folder = args.folder or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
-        if not args.etcd:
-            show(args, two_nodes(), folder)
-            return
-        with EtcdServer(members=3) as etcd:
-            show(args, three_nodes(etcd), folder)
+        def make(name: str, options: Sequence[str]) -> NodesRun:
+            return NodesRun(args.folder / name, shape, options)
 
+        def play(run: NodesRun) -> tuple[NodeHammer, NodeSamples]:
+            for node in run.nodes:
+                node.takes_part = time.monotonic()
+            return NodeHammer(run, args.seed), NodeSamples(run)
 
-def show(args: argparse.Namespace, shape: Shape, folder: Path) -> None:
-    """Trains with faults and without, and prints what came out."""
-    begin = time.monotonic()
-    print(
-        f"{shape.nodes} nodes of {shape.ranks} ranks, {shape.active} of {shape.size} active, something every "
-        f"{args.every:g} s for {args.minutes:g} minutes (seed {args.seed})",
-        flush=True,
-    )
-    stop = folder / "stop"
-    stop.unlink(missing_ok=True)
-    in_function = faults(args.seed, args.minutes, shape.active)
-    options = ["--steps", str(FOREVER), "--stop-file", str(stop), "--faults", in_function]
-    faulty = Run(folder / "faulty", shape, options)
-    try:
-        samples = hammer(faulty, args)
-        stop.touch()
-        faulty.finish(FINISH)
-    finally:
-        faulty.close()
-    sha256, loss, steps = faulty.final()
-
-    faulty_took = time.monotonic() - begin
-    print(f"\nthe same {steps} steps without faults", flush=True)
-    clean = Run(folder / "clean", shape, ["--steps", str(steps)])
-    try:
-        clean.start()
-        clean.finish(faulty_took + FINISH)
-    finally:
-        clean.close()
-
-    wrong = used_twice(entered(faulty)) + [f"left of a lost node: {process}" for process in faulty.left]
-    rows, grown = samples.growth()
-    if args.minutes >= LONG:
-        wrong += grown
-    if clean.final() != (sha256, loss, steps):
-        wrong.append(f"the weights differ: {(sha256, loss, steps)} with faults, {clean.final()} without")
-    records = events.load(str(faulty.folder / "events"))
-    ended = [r["slot"] for r in records if r["event"] == "fault" and r["kind"] == "HARD_TIMEOUT"]
-    hung = ended.count(shape.spared)
-    pids = {record["pid"] for record in entered(faulty) if record["slot"] == shape.spared}
-    if shape.spared is not None and len(pids) > 1 + hung:
-        wrong.append(f"rank {shape.spared}, which no one killed, had the processes {sorted(pids)}")
-    wrong += [f"left in etcd: {key}" for key in left_in(shape.etcd)]
-    lines, counted = len(RESTART.findall(faulty.printed())), samples.scrapes.restarts()
-    wrong += samples.scrapes.wrong
-    if samples.scrapes.count and not 0 < counted <= lines:
-        wrong.append(f"the agents have counted {counted} restarts, and there are {lines} lines of them")
-
-    kinds = collections.Counter(strike.kind for strike in faulty.strikes)
-    kinds.update(f"{record['kind']} in the function" for record in records if record["event"] == "inject")
-    show_table(("what happened", "times"), [[kind, str(count)] for kind, count in kinds.items()])
-    show_table(("", "times", "median", "longest"), times_back(faulty))
-    show_table(("", "first minute", "last minute", "most"), rows)
-    iterations = max(record["iteration"] for record in entered(faulty)) + 1
-    started = sum(record["event"] == "rank_started" for record in records)
-    print(
-        f"{started - shape.size} processes were started again; {iterations} iterations, "
-        f"{lines} lines about restarts, {steps} steps"
-    )
-    print(f"{samples.scrapes.count} scrapes of metrics; up to the last ones {counted} restarts were counted")
-    if shape.spared is not None:
-        print(f"rank {shape.spared}, which no one killed, was ended {hung} times at hard_timeout")
-    print(f"final weights without faults  sha256 {clean.final()[0]}  loss {clean.final()[1]}")
-    print(f"final weights with faults     sha256 {sha256}  loss {loss}", flush=True)
-    if wrong:
-        fail(faulty, "; ".join(wrong))
-    print(f"\nthe same weights, bit for bit, in spite of it all ({time.monotonic() - begin:.0f} s)")
+        soak(args, make, play, "--faults", faults(args.seed, args.minutes, shape.active))
 
 
 if __name__ == "__main__":
