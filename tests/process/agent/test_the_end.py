@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import select
 import signal
 from pathlib import Path
 
-import psutil
 import pytest
-from agent_job import FtRun, all_gone, await_that, write_script
+from agent_job import TIMEOUT, FtRun, all_gone, await_that, write_script
 from support.nightly import at_night
 from test_nodes import LONG_CALL, WRAPPED, Cluster
 
@@ -98,8 +99,15 @@ def test_ranks_get_a_signal_once(tmp_path: Path, name: str, to_all: bool) -> Non
     with FtRun(folder, "--shutdown-timeout", "60", script, name) as job:
         job.await_file(folder / "there")
         signum = signal.Signals[name]
-        for process in [psutil.Process(job.process.pid), *(job.family() if to_all else [])]:
-            process.send_signal(signum)
+        if to_all:  # while ftrun stands still: on a busy machine they may come too late to be one sender's
+            job.process.send_signal(signal.SIGSTOP)
+            template = os.pidfd_open(job.template().pid)
+            for process in job.family():
+                process.send_signal(signum)
+            assert select.select([template], [], [], TIMEOUT)[0]
+            os.close(template)
+        job.process.send_signal(signum)
+        job.process.send_signal(signal.SIGCONT)
         job.await_file(folder / "noted")
         if to_all:
             await_that(lambda: "signalled each rank" in job.said, job)
