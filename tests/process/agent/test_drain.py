@@ -139,12 +139,15 @@ def test_a_node_leaves_at_sigterm_a_spare_node_takes_its_seat_and_all_stop(tmp_p
     with Cluster(tmp_path, LIVE, nnodes="2") as cluster:
         cluster.host_store()
         results = {name: tmp_path / f"result{name}" for name in "012"}
-        a, b, c = (
+        nodes = (
             # Numbers: so they have these group ranks.
             cluster.start(name, "--drain-timeout", "60", "--result-file", str(path))
             for name, path in results.items()
         )
-        await_that(lambda: came_to(cluster.shared, 0, 0, 1) and "is a spare" in c.said, a, b, c)
+        a, b = next(nodes), next(nodes)
+        await_that(lambda: came_to(cluster.shared, 0, 0, 1), a, b)
+        c = next(nodes)
+        await_that(lambda: "is a spare" in c.said, a, b, c)
         b.process.send_signal(signal.SIGTERM)
         assert b.end() == 0, b.said
         assert "SIGTERM: rank 1 to leave the job within 60 s" in b.said

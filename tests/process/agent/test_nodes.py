@@ -264,7 +264,7 @@ def test_the_rank_of_an_agent_that_is_frozen_stays_out_until_it_answers(tmp_path
     script = WRAPPED.replace("heartbeat_timeout=60", "heartbeat_timeout=3, heartbeat_interval=0.2")
     with Cluster(tmp_path, script, nnodes="1:2") as cluster:
         cluster.host_store()
-        nodes = [cluster.start(number) for number in ("0", "1")]
+        nodes = [cluster.start(number, "--rdzv-conf", LONG_CALL) for number in ("0", "1")]
         ranks = cluster.await_inside(2, *nodes)
         await_that(lambda: "a job has formed" in nodes[1].said, *nodes)
         agent = nodes[1].process
