@@ -75,18 +75,17 @@ soak-etcd: $(INSTALLED)
 # The tests start hundreds of Pythons, each of which would compile the package.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Lint and documentation are made while the tests run, most of which wait for something. Tests that measure time
-# run by themselves, after all that.
+# Lint and documentation are made while the tests run, most of which wait for something.
 test: $(INSTALLED)
 	$(MAKE) --jobs 3 lint docs tests
-	$(PYTEST) -m "not nightly and alone"
 
+# Tests that measure time run by themselves, after all others.
 test-all: $(INSTALLED)
 	$(MAKE) --jobs 3 lint docs all-tests
 	$(PYTEST) -m alone
 
 tests: $(INSTALLED)
-	$(PYTEST) $(AT_ONCE) -m "not nightly and not alone"
+	$(PYTEST) $(AT_ONCE) -m "not nightly"
 
 all-tests: $(INSTALLED)
 	$(PYTEST) $(AT_ONCE) -m "not alone"

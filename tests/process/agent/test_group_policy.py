@@ -191,6 +191,7 @@ def test_after_a_node_has_finished_the_loss_of_another_does_not_scale_the_job_do
     assert "no heartbeat from node" in done.said
 
 
+@pytest.mark.nightly("no other test may run meanwhile")
 @pytest.mark.alone("a rank has half a second to fail in")
 def test_nobody_waits_longer_than_the_exit_barrier(tmp_path: Path) -> None:
     """Nor is anybody ended then; but for a restart it is too late."""

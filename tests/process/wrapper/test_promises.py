@@ -312,7 +312,7 @@ def test_a_c_call_that_never_returns_is_ended(job: Job) -> None:
     job.start(4, never_returns)
     faults = [[1, "HARD_TIMEOUT"], [1, "SOFT_TIMEOUT"]]
     assert job.wait(killed=(1, 2)) == [faults, faults]
-    lines = [line for slot in (0, 3) for line in job[slot].log.splitlines()]
+    lines = [line for slot in range(4) for line in job[slot].log.splitlines()]
     waits = [line for line in lines if "the restart waits for " in line]
     for slot, what in ((1, "held the GIL"), (2, "made no progress")):
         who = f"slot {slot} (on {os.uname().nodename} pid {job[slot].pid})"
