@@ -191,6 +191,12 @@ def trains(
             kind = current.at("step", step)
             if kind == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if kind == "kill all":  # at once: the one that lives longest would still have the state
+                pids = [0] * dist.get_world_size()
+                dist.all_gather_object(pids, os.getpid())
+                for pid in reversed(pids if dist.get_rank() == 0 else []):
+                    os.kill(pid, signal.SIGKILL)
+                rank.hang()
             if kind == "forge":  # somebody writes that another recovery was sealed
                 call_wrapper.services.store.set(keys.live("state"), "99 99")
             if kind is not None or f"always:{step}" in current.plan:
@@ -587,7 +593,7 @@ def test_without_a_living_holder_all_go_back_to_the_copies(job: Job, tmp_path: P
 
 def test_that_all_who_had_the_state_are_lost_is_said(job: Job, tmp_path: Path) -> None:
     """Spares begin from the start, with the result of a run without faults."""
-    job.start(6, has_buddies, str(tmp_path), [{f"step:3:{rank}": "kill" for rank in range(3)}, {}])
+    job.start(6, has_buddies, str(tmp_path), [{f"step:3:{rank}": "kill all" for rank in range(3)}, {}])
     lost, clean = calls_of(job)
     assert [one[0] for one in lost] == [clean[0][0]] * 3
     line = "goes on at step 0 from checkpoint; the steps behind it are lost: no rank is left that had them"
