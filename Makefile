@@ -17,13 +17,12 @@ PYTEST := $(BIN)/python -m pytest
 AT_ONCE := --numprocesses $(WORKERS) --dist worksteal
 
 .DELETE_ON_ERROR:
-.PHONY: help install demo demo-etcd soak soak-live soak-nodes soak-etcd test test-all tests all-tests test-gpu test-frameworks test-frameworks-all framework-runs framework-tests matrix matrix-torch explore mutants lint format docs \
+.PHONY: help install demo soak soak-live soak-nodes soak-etcd test test-all tests all-tests test-gpu test-frameworks test-frameworks-all framework-runs framework-tests matrix matrix-torch explore mutants lint format docs \
 	bench clean distclean
 
 help:
 	@echo "make demo       a real training run survives an exception, killed ranks and a hang; the dead come back;"
 	@echo "                with live state no step is done again"
-	@echo "make demo-etcd  three nodes that meet in etcd survive the loss of any machine, the first one too"
 	@echo "make soak       ranks are killed and stopped, and started again, for ten minutes"
 	@echo "make soak-live  the same with live state: no step is done again"
 	@echo "make soak-nodes the same on two nodes, of which one is lost now and again"
@@ -56,9 +55,6 @@ $(INSTALLED): pyproject.toml
 
 demo: $(INSTALLED)
 	@$(BIN)/python examples/demo.py
-
-demo-etcd: $(INSTALLED)
-	@$(BIN)/python tests/soak/demo_etcd.py
 
 soak: $(INSTALLED)
 	@$(BIN)/python tests/soak/kill_and_rejoin.py --ranks 6 --minutes 10 --every 2.5

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 import torch
 from torch.torch_version import TorchVersion
 
 needs_fsdp2_on_cpu = pytest.mark.skipif(
     TorchVersion(torch.__version__) < "2.7", reason="FSDP2 of torch 2.6 does not run on the CPU"
-)
-needs_async_save_processes = pytest.mark.skipif(
-    importlib.util.find_spec("torch.distributed.checkpoint._async_process_executor") is None,
-    reason=f"torch {torch.__version__} writes no checkpoint in another process",
 )
