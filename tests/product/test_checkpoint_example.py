@@ -71,4 +71,6 @@ def test_fsdp2_ends_with_the_same_weights_whatever_happens(
     assert sealed[0].step == 14 and len(sealed) == 3, done.stdout
     records = events.load(path)
     assert len([r for r in records if r["event"] == "inject"]) == len(parse_faults(FAULTS))
-    assert {r["iteration"] for r in records if r["event"] == "enter"} >= set(range(4))
+    # An asynchronous save may still be on when the next rank is killed.
+    iterations = {record["iteration"] for record in records if record["event"] == "enter"}
+    assert iterations >= set(range(3 if asynchronous else 4))

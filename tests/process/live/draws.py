@@ -222,7 +222,7 @@ def _wrong_entries(case: Case, said: list[dict[str, Any]]) -> list[str]:
                 if each["what"] == "fault" and each["iteration"] < one["iteration"] and mode == "faulty"
             ]
             again_done = max(reached, default=0) - one["step"]
-            if not is_right or max(one["lost"], again_done) > most:
+            if not is_right or max(one["lost"] or 0, again_done) > most:
                 where = one["iteration"] - iterations[0]
                 lost = f"{one['lost']} steps lost, {again_done} done again, from {one['rung']}"
                 wrong.append(f"{mode} run, iteration {where}: {lost}")

@@ -64,8 +64,10 @@ def test_an_exception_restarts_all_ranks_and_a_base_exception_ends_its_rank(job:
     job.send_signal(1, signal.SIGINT)
     job.wait_for_end()
     assert job[2].value == [7, 0, 1]
-    ends = [(job[slot].error, job[slot].code) for slot in (3, 0, 1)]
-    assert ends == [("OwnBaseException", 1), ("SystemExit", 3), ("KeyboardInterrupt", 1)]
+    ends = [(job[slot].error, job[slot].code) for slot in (3, 0)]
+    assert ends == [("OwnBaseException", 1), ("SystemExit", 3)]
+    # A process that ends as Python would, as at night, ends by the signal.
+    assert job[1].error == "KeyboardInterrupt" and job[1].code in (1, -signal.SIGINT)
     entered = {said["n"]: said for said in job[2].said("in")}
     assert entered[2]["place"] == [2, 4]  # of the others it may hear before it is in
     assert entered[6]["place"] == [1, 2] and entered[6]["faults"] == [[0, "BASE_EXCEPTION"]]
