@@ -2,6 +2,7 @@
 
 import ctypes
 import dataclasses
+import enum
 import functools
 import io
 import itertools
@@ -70,6 +71,10 @@ def flatten(
             if number == len(tensors):
                 tensors.append(tensor.detach())  # it keeps the memory, so its identity stays its own
             return number, layout
+
+        def reducer_override(self, value: Any) -> Any:
+            # Python 3.11.2, which is Debian's, would have it looked up by getattr, which is on no list.
+            return (type(value), (value.value,)) if isinstance(value, enum.Enum) else NotImplemented
 
     out = io.BytesIO()
     Pickler(out, pickle.HIGHEST_PROTOCOL).dump(tree)
@@ -292,6 +297,7 @@ numpy dtype ndarray _core.multiarray._reconstruct _core.multiarray.scalar _core.
 torch Size device
 torch.distributed.tensor.placement_types Partial Replicate Shard _StridedShard
 """
+_CALLING = ("builtins", "operator")
 _names = {f"{line.split()[0]}.{name}" for line in _PLAIN.strip().splitlines() for name in line.split()[1:]}
 _names |= {f"torch.{name}" for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
@@ -307,8 +313,7 @@ def admit(value: object) -> None:
     """
     if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
         top = str(value.__module__).partition(".")[0]
-        is_class = isinstance(value, type) and top not in ("builtins", "operator")
-        if is_class or top not in sys.stdlib_module_names:
+        if top not in sys.stdlib_module_names or (isinstance(value, type) and top not in _CALLING):
             _names.add(_name_of(value))
         _check(_name_of(value))
 

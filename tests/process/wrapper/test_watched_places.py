@@ -108,9 +108,9 @@ def hangs(rank: Rank, places: list[str]) -> Any:
     @Wrapper(**with_limits(**settings, max_same_faults=None))
     def train(call_wrapper: CallWrapper) -> int:
         global is_armed
-        if place in ("terminate", "the cache of the device"):
-            pass  # another rank's fault may have freed it before its own
-        elif is_armed or (place == "none" and call_wrapper.iteration > 0):
+        # These fail again: another rank's fault may have come before their own.
+        fails = place in ("terminate", "the cache of the device")
+        if not fails and (is_armed or (place == "none" and call_wrapper.iteration > 0)):
             return call_wrapper.iteration
         is_armed = place != "none"
         if place == "a destructor":
