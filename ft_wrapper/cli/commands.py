@@ -1,7 +1,7 @@
 """The commands of ``ftrun`` for a running job, from any shell or host: their arguments, and what they print.
 
-torch, which takes seconds to import, is only when a job's store is used: after wrong arguments, a store where
-nothing listens, and an answer of the job's agent on this host.
+torch takes seconds to import, so that waits until a job's store is needed: arguments are checked first, then
+whether anything listens there; for a status the job's agent on this host is asked before.
 """
 
 import argparse
@@ -118,7 +118,7 @@ def main_drain(argv: Sequence[str]) -> int:
         SystemExit: an argument is wrong (2; said on stderr).
     """
     what = "Removes the ranks of a node, or one rank, from a running job when their next step begins: spares "
-    what += "take over, or the others continue; they are not restarted. A node leaves when its ranks have."
+    what += "take over, or the others continue. They are not restarted; a node leaves after its last rank."
     parser = _parser("drain", what)
     what = f"after this long, terminate ranks that have not left (default: {WITHIN:g})"
     parser.add_argument("--within", type=float, default=WITHIN, metavar="SECONDS", help=what)

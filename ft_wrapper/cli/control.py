@@ -25,7 +25,7 @@ from ..store import StoreMixin
 from ..store.plan import opened_by_tool
 from .stores import TIMEOUT, meeting_place, ranks_store, read_record
 
-_SLACK = 30.0  # seconds after a drain's time in which processes end, and the others go on
+_SLACK = 30.0  # seconds beyond a drain's own, for processes to end
 _LOOK_AGAIN = 5.0  # seconds, should a wake be lost
 
 

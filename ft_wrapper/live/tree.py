@@ -74,7 +74,7 @@ def flatten(
 
         def reducer_override(self, value: Any) -> Any:
             # Python 3.11.2, which is Debian's, would have it looked up by getattr, which is on no list.
-            return (type(value), (value.value,)) if isinstance(value, enum.Enum) else NotImplemented
+            return (type(value), (value._value_,)) if isinstance(value, enum.Enum) else NotImplemented
 
     out = io.BytesIO()
     Pickler(out, pickle.HIGHEST_PROTOCOL).dump(tree)

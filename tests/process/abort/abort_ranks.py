@@ -190,7 +190,7 @@ class RunRanks:
             lost: so many of the last ranks give no answer, and are killed in the end.
 
         Returns:
-            What each of the others returned, as JSON has it.
+            What each of the others returned, read from JSON.
         """
         servers = [TCPStoreServer(0, "127.0.0.1") for _ in range(iterations + 1)]
         for server in servers:

@@ -60,7 +60,7 @@ def test_a_node_is_kept_out_and_comes_in_once_it_passes(
         last = shown.splitlines()[-1]
         assert re.fullmatch(r"node 2 is kept out since [\d-]+ [\d:]+: " + re.escape(REASON), last), last
         await_that(lambda: "a job has formed" in first.said, first)
-        # Others that leave while they are kept out disturb nobody.
+        # Nodes that leave while they are kept out do not disturb the job.
         other = cluster.start("3", *check(tmp_path / "never"))
         await_that(lambda: "is kept out" in other.said, other)
         other.process.send_signal(signal.SIGTERM)

@@ -89,7 +89,7 @@ def test_a_failure_counts_from_the_end_of_the_last_call_on(tmp_path: Path, case:
 # The table of docs/launching.md --------------------------------------------------------------------------
 
 TAKEN = socket.socket()
-"""Has a port, so nobody else gets it, and does not listen, so nobody answers there."""
+"""Holds a port without listening, so connections to it are refused."""
 TAKEN.bind(("127.0.0.1", 0))
 PORT = TAKEN.getsockname()[1]
 DRAINING = ("--drain-timeout", "60", "--drained-exit-code", "9")

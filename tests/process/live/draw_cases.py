@@ -277,7 +277,7 @@ def _in_recovery(choose: random.Random, case: Case, first: Planned) -> Planned:
     is_lost = first.kind == "sigkill" or first.point == TORN
     of_first: tuple[str, ...] = ()
     if first.step == 0:
-        pass  # the seal of the first recovery may still be unknown: then nobody sends or rolls anything
+        pass  # the seal of the first recovery may still be unknown: then no rank sends or rolls anything
     elif is_lost and case.form == "ddp":  # with replicas of shards another rank may take its place
         of_first = OF_RECEIVERS
     elif (

@@ -1,4 +1,4 @@
-"""Votes over connections of their own, where anybody may connect: who says no hello delays nobody."""
+"""Votes over connections of their own: a stranger that sends no hello delays no vote."""
 
 from __future__ import annotations
 

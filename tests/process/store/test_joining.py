@@ -478,7 +478,7 @@ def test_one_that_gives_up_tells_the_others_until_they_go_on_without_it(
         here.join()
     current = job.iterations.read_current()
     assert current is not None and here.member in current.members
-    assert job.ends.deaths_of(1) == {here.member}, "else the others wait for it until it counts as silent"
+    assert job.ends.deaths_of(1) == {here.member}, "or the others would wait for its heartbeat to time out"
 
 
 # ---- a job that does not form
