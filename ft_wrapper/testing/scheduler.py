@@ -17,7 +17,6 @@ import bisect
 import contextlib
 import dataclasses
 import datetime
-import heapq
 import math
 import operator
 import random
@@ -126,56 +125,6 @@ class Task:
         return self._paused_until > now
 
 
-class Turns:
-    """Whose turn it may be: the tasks that can run, in the order of spawning, and when others wake.
-
-    Attributes:
-        ready: those that can run.
-        required: how many are left that are no daemons.
-    """
-
-    def __init__(self) -> None:
-        self.ready: list[Task] = []
-        self.required = 0
-        self._wakes: list[tuple[float, int, Task]] = []
-
-    def add(self, task: Task) -> None:
-        """A task can run."""
-        task.ready = True
-        bisect.insort(self.ready, task, key=operator.attrgetter("number"))
-
-    def wait(self, task: Task, now: float) -> None:
-        """A task has to wait."""
-        self._remove(task)
-        time = task.wakes_at(now)
-        if time < math.inf:
-            heapq.heappush(self._wakes, (time, task.number, task))
-
-    def end(self, task: Task) -> None:
-        """A task has ended."""
-        if not task.done:
-            task.done = True
-            self.required -= not task.daemon
-            self._remove(task)
-
-    def _remove(self, task: Task) -> None:
-        if task.ready:
-            task.ready = False
-            self.ready.remove(task)
-
-    def next_time(self) -> float | None:
-        """When somebody may wake; None if no one will."""
-        return self._wakes[0][0] if self._wakes else None
-
-    def wake(self, time: float) -> None:
-        """Those can run that wake at a time."""
-        while self._wakes and self._wakes[0][0] <= time:
-            task = heapq.heappop(self._wakes)[2]
-            # Those that were woken or paused meanwhile have another entry, or none.
-            if not task.ready and not task.done and task.wakes_at(time) <= time:
-                self.add(task)
-
-
 class TurnPolicy(Protocol):
     """Decides who goes on. Called where there is more than one possibility."""
 
@@ -214,25 +163,6 @@ class RandomPolicy:
                     break
                 index = int(self._random() * len(tasks))
         return index
-
-
-class ReplayPolicy:
-    """Repeats the choices of another run.
-
-    Args:
-        choices: as ``Scheduler.choices`` of that run told them.
-        after: what goes on when they are used up.
-    """
-
-    def __init__(self, choices: Sequence[int], after: TurnPolicy) -> None:
-        self._choices = iter(choices)
-        self._after = after
-
-    def choose(self, tasks: Sequence[Task], current: Task | None) -> int:
-        choice = next(self._choices, None)
-        if choice is None:
-            return self._after.choose(tasks, current)
-        return choice % len(tasks)
 
 
 class Scheduler(Clock):
@@ -280,13 +210,13 @@ class Scheduler(Clock):
         self.steps = 0
         self.trace_steps: list[Step] = []
         self.last_step: Step | None = None
+        self._given = iter(choices)
         self._policy = policy or RandomPolicy(seed)
-        if choices:
-            self._policy = ReplayPolicy(choices, self._policy)
         self._bounds = max_steps, max_time
         self._after_each_step: list[Callable[[], None]] = []
         self._at_end: list[Callable[[], None]] = []
-        self._turns = Turns()
+        self._ready: list[Task] = []  # in the order of spawning
+        self._required = 0  # how many are left that are no daemons
         self._hub: Any = None
 
     # Tasks -------------------------------------------------------------------------------------------------
@@ -311,12 +241,12 @@ class Scheduler(Clock):
             except Killed:
                 pass
             finally:
-                self._turns.end(task)
+                self._end(task)
 
         task._greenlet = greenlet.greenlet(body, self._hub)
         self.tasks.append(task)
-        self._turns.add(task)
-        self._turns.required += not daemon
+        self._add(task)
+        self._required += not daemon
         return task
 
     def crash(self, task: Task) -> None:
@@ -326,7 +256,7 @@ class Scheduler(Clock):
         upcoming = "" if task.upcoming is None else f" before {describe(*task.upcoming)}"
         self._note(task, f"crashes{upcoming}")
         task.crashed = True
-        self._turns.end(task)
+        self._end(task)
         if task is self.current:
             raise Killed
         if task._greenlet:  # begun: unwind its stack, so that what it holds is let go
@@ -341,7 +271,7 @@ class Scheduler(Clock):
             return
         self._note(task, f"is paused for {seconds:g} s")
         task._paused_until = self._now + seconds
-        self._turns.wait(task, self._now)
+        self._hold(task)
 
     def at_step(self, task: Task, step: int, action: Callable[[], None]) -> None:
         """Calls an action just before a task's step of this number, from 1: a crash, a failing store ..."""
@@ -418,7 +348,7 @@ class Scheduler(Clock):
         task.upcoming = (operation, args)
         if task.delay:
             task._paused_until = max(task._paused_until, self._now + task.delay)
-            self._turns.wait(task, self._now)
+            self._hold(task)
         self._give_way(task)
         task.steps += 1
         if task._plan:
@@ -444,7 +374,7 @@ class Scheduler(Clock):
             raise Killed
         task._waiter, task._deadline = waiter, deadline
         waiter.task = task
-        self._turns.wait(task, self._now)
+        self._hold(task)
         try:
             self._give_way(task)
         finally:
@@ -454,11 +384,8 @@ class Scheduler(Clock):
     def woke(self, waiter: Waiter) -> None:
         """A waiter was woken: its task can run, unless it is paused."""
         task = waiter.task
-        if task is not None and not task.ready and not task.done:
-            if task._paused_until > self._now:
-                self._turns.wait(task, self._now)
-            else:
-                self._turns.add(task)
+        if task is not None and not task.ready and not task.done and task._paused_until <= self._now:
+            self._add(task)
 
     def sleep(self, seconds: float) -> None:
         """Sleeps for so many virtual seconds. A step of the current task."""
@@ -488,9 +415,9 @@ class Scheduler(Clock):
         """Who goes on; None when the run is over."""
         while True:
             self._check()
-            if not self._turns.required:
+            if not self._required:
                 return None
-            tasks = self._turns.ready
+            tasks = self._ready
             if tasks:
                 self.current = tasks[self._choose(tasks) if len(tasks) > 1 else 0]
                 self.steps += 1
@@ -510,21 +437,42 @@ class Scheduler(Clock):
             raise self._failed(TooLong, f"more than {self._bounds[0]} steps")
 
     def _choose(self, tasks: Sequence[Task]) -> int:
-        choice = self._policy.choose(tasks, self.current)
+        given = next(self._given, None)
+        choice = self._policy.choose(tasks, self.current) if given is None else given % len(tasks)
         self.choices.append(choice)
         self.options.append(len(tasks))
         return choice
 
     def _pass_time(self) -> None:
-        while (time := self._turns.next_time()) is not None:
-            if time > self._bounds[1]:
-                words = f"more than {self._bounds[1]:g} virtual seconds; {self._who_waits()}"
-                raise self._failed(TooLong, words)
-            self._turns.wake(time)
-            if self._turns.ready:
-                self._now = time
-                return
-        raise self._failed(Deadlock, f"deadlock: no one can run; {self._who_waits()}")
+        left = [task for task in self.tasks if not task.done]
+        time = min((task.wakes_at(self._now) for task in left), default=math.inf)
+        if time == math.inf:
+            raise self._failed(Deadlock, f"deadlock: no one can run; {self._who_waits()}")
+        if time > self._bounds[1]:
+            words = f"more than {self._bounds[1]:g} virtual seconds; {self._who_waits()}"
+            raise self._failed(TooLong, words)
+        self._now = time
+        for task in left:
+            if task.wakes_at(time) <= time:
+                self._add(task)
+
+    def _add(self, task: Task) -> None:
+        """A task can run."""
+        task.ready = True
+        bisect.insort(self._ready, task, key=operator.attrgetter("number"))
+
+    def _hold(self, task: Task) -> None:
+        """A task has to wait."""
+        if task.ready:
+            task.ready = False
+            self._ready.remove(task)
+
+    def _end(self, task: Task) -> None:
+        """A task has ended."""
+        if not task.done:
+            task.done = True
+            self._required -= not task.daemon
+            self._hold(task)
 
     def _who_waits(self) -> str:
         waits = [
