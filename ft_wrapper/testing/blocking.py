@@ -1,7 +1,6 @@
 """A backend for ``torch.distributed`` whose collectives block until they are aborted, as NCCL's do."""
 
 import enum
-import functools
 import threading
 import weakref
 from datetime import timedelta
@@ -51,15 +50,12 @@ def blocking_backend(on_abort: OnAbort = OnAbort.RETURNS, passes: int = 0) -> st
     """
     name = f"blocking-{on_abort.value}" + (f"-{passes}" if passes else "")
     if name.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(name, functools.partial(_make, name, on_abort, passes), devices=["cpu"])
+
+        def make(store: Any, rank: int, size: int, timeout: timedelta) -> BlockingGroup:
+            return BlockingGroup(rank, size, name, on_abort, passes)
+
+        dist.Backend.register_backend(name, make, devices=["cpu"])
     return name
-
-
-def _make(
-    name: str, on_abort: OnAbort, passes: int, store: Any, rank: int, size: int, timeout: timedelta
-) -> "BlockingGroup":
-    kind = _Depending if on_abort is OnAbort.DEPENDS else BlockingGroup
-    return kind(rank, size, name, on_abort, passes)
 
 
 class BlockingGroup(dist.ProcessGroup):
@@ -77,6 +73,9 @@ class BlockingGroup(dist.ProcessGroup):
         is_aborted: set once ``abort`` was called.
     """
 
+    _begun = threading.Condition()
+    _living: "weakref.WeakSet[BlockingGroup]" = weakref.WeakSet()  # that depend, and are not being aborted
+
     def __init__(self, rank: int, size: int, name: str, on_abort: OnAbort, passes: int) -> None:
         init: Any = super().__init__  # torch's stubs know only the one with a store
         init(rank, size)
@@ -87,6 +86,9 @@ class BlockingGroup(dist.ProcessGroup):
         self._passes = passes
         self._collectives = 0
         self._ends = HashStore()
+        if on_abort is OnAbort.DEPENDS:
+            with self._begun:
+                self._living.add(self)
 
     def getBackendName(self) -> str:
         """The backend's name."""
@@ -121,6 +123,11 @@ class BlockingGroup(dist.ProcessGroup):
         self.is_aborted.set()
         if self._on_abort is OnAbort.HANGS:
             HashStore().wait(["never"], _LIMIT)
+        if self._on_abort is OnAbort.DEPENDS:
+            with self._begun:
+                self._living.discard(self)
+                self._begun.notify_all()
+                self._begun.wait_for(lambda: not self._living, _LIMIT.total_seconds())
         if was_aborted:
             return
         if self._on_abort is OnAbort.IS_SLOW:
@@ -141,24 +148,3 @@ for _name in (
     setattr(BlockingGroup, _name, BlockingGroup._collective)
 for _name in ("recv", "recv_anysource", "send"):
     setattr(BlockingGroup, _name, BlockingGroup._block)
-
-
-class _Depending(BlockingGroup):
-    """A group whose abort depends on that of all others."""
-
-    _begun = threading.Condition()
-    _living: "weakref.WeakSet[_Depending]" = weakref.WeakSet()  # not being aborted
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        with self._begun:
-            self._living.add(self)
-
-    def abort(self) -> None:
-        """Waits for the others' abort."""
-        self.is_aborted.set()
-        with self._begun:
-            self._living.discard(self)
-            self._begun.notify_all()
-            self._begun.wait_for(lambda: not self._living, _LIMIT.total_seconds())
-        self._ends.set("end", "")

@@ -1,11 +1,10 @@
 """A store in memory, for tests: all operations, a clock that a test turns, faults that a test injects."""
 
 import dataclasses
-import enum
 import fnmatch
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistNetworkError, DistStoreError
@@ -22,15 +21,9 @@ DEFAULT_TIMEOUT = timedelta(seconds=30)
 _PATIENCE = 5.0  # real seconds
 
 
-class _When(enum.Enum):
-    BEFORE = enum.auto()
-    AFTER = enum.auto()
-    AGAIN = enum.auto()
-
-
 @dataclasses.dataclass
 class _Injected:
-    when: _When
+    when: Literal["before", "after", "again"]
     operation: str
     key: str
     client: str
@@ -158,20 +151,20 @@ class FakeStore(Store, StoreMixin):
             times: how many operations.
             error: what is raised; a ``DistNetworkError`` that names operation and key when None.
         """
-        self._contents.faults.append(_Injected(_When.BEFORE, operation, key, client, times, error))
+        self._contents.faults.append(_Injected("before", operation, key, client, times, error))
 
     def lose_reply(
         self, operation: str = "*", key: str = "*", *, client: str = "*", times: int = 1, error: Raised = None
     ) -> None:
         """Makes operations fail although they are carried out. Arguments as in `fail`."""
-        self._contents.faults.append(_Injected(_When.AFTER, operation, key, client, times, error))
+        self._contents.faults.append(_Injected("after", operation, key, client, times, error))
 
     def repeat(self, operation: str = "*", key: str = "*", *, client: str = "*", times: int = 1) -> None:
         """Makes operations be carried out twice: a reply was lost and the client tried again.
 
         Others may run in between. Arguments as in `fail`.
         """
-        self._contents.faults.append(_Injected(_When.AGAIN, operation, key, client, times, None))
+        self._contents.faults.append(_Injected("again", operation, key, client, times, None))
 
     # Operations --------------------------------------------------------------------------------------------
 
@@ -272,10 +265,10 @@ class FakeStore(Store, StoreMixin):
         try:
             with clock.lock:
                 fault = self._take_fault(operation, keys) if contents.faults else None
-                if fault is not None and fault.when is _When.BEFORE:
+                if fault is not None and fault.when == "before":
                     raise fault.error or _injected("failed", operation, keys)
                 result = act()
-            if fault is not None and fault.when is _When.AFTER:
+            if fault is not None and fault.when == "after":
                 raise fault.error or _injected("lost its reply", operation, keys)
         except Exception as error:
             clock.observe(type(error).__name__)
