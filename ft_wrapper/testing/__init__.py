@@ -1,34 +1,8 @@
-"""For tests of programs that use the wrapper: a store in memory, virtual time, a deterministic scheduler."""
+"""For tests of programs that use the wrapper: a store in memory, virtual time, a deterministic scheduler.
 
-from typing import TYPE_CHECKING, Any
+Names are loaded at their first use: only some need the libraries of an extra.
+"""
 
-from .blocking import BlockingGroup, OnAbort, blocking_backend
-from .clock import Clock
-from .fake_store import FakeStore
-from .scheduler import Deadlock, Scheduler, SchedulerError, Task, TooLong
+from .. import _names
 
-if TYPE_CHECKING:
-    from .etcd_server import EtcdServer
-
-__all__ = [
-    "BlockingGroup",
-    "Clock",
-    "Deadlock",
-    "EtcdServer",
-    "FakeStore",
-    "OnAbort",
-    "Scheduler",
-    "SchedulerError",
-    "Task",
-    "TooLong",
-    "blocking_backend",
-]
-
-
-def __getattr__(name: str) -> Any:
-    # It needs a library that only comes with an extra.
-    if name == "EtcdServer":
-        from .etcd_server import EtcdServer
-
-        return EtcdServer
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__, __dir__, __all__ = _names.attach(__name__, __path__[0])
