@@ -12,7 +12,7 @@ from .._text import duration, plural
 from . import NO_STEPS, Report
 from .goodput import BUCKETS
 from .restarts import PHASES, Incident
-from .timeline import Row, Seat, Timeline
+from .timeline import Row, Seat, Span, Timeline
 
 #: So many rows can be looked at.
 MOST_ROWS = 64
@@ -67,33 +67,18 @@ SHAPE_OF = {kind: shape for shape, kinds in _SHAPES.items() for kind in kinds}
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
-    """What a rank did for a while.
-
-    Args:
-        state: which of `STATES`.
-        begin: seconds since the begin of the job.
-        end: likewise.
-    """
-
-    state: Activity
-    begin: float
-    end: float
-
-
-@dataclasses.dataclass(frozen=True)
 class Line:
     """A row of the picture: a rank.
 
     Args:
         name: its name.
         seat: its host and slot.
-        pieces: what it did.
+        spans: what it did, by the clock of the job; each as the first bucket of its state.
     """
 
     name: str
     seat: Seat
-    pieces: Sequence[Piece]
+    spans: Sequence[Span]
 
 
 class Picture:
@@ -197,14 +182,13 @@ def _lines(report: Report) -> Iterator[Line]:
 
     for row in sorted(rows, key=order)[:MOST_ROWS]:
         name = f"slot {row.slot}" + ("" if is_one_host else f" on {row.host}")
-        yield Line(name, (row.host, row.slot), list(_pieces(row, timeline)))
+        yield Line(name, (row.host, row.slot), list(_spans_of(row, timeline.clocks[row.host])))
 
 
-def _pieces(row: Row, timeline: Timeline) -> Iterator[Piece]:
-    began = timeline.clocks[row.host]
-    for state, found in itertools.groupby(row.spans, key=lambda span: STATE_OF[span.kind]):
+def _spans_of(row: Row, began: float) -> Iterator[Span]:
+    for _, found in itertools.groupby(row.spans, key=lambda span: STATE_OF[span.kind]):
         spans = list(found)
-        yield Piece(state, spans[0].begin - began, spans[-1].end - began)
+        yield Span(spans[0].begin - began, spans[-1].end - began, spans[0].kind)
 
 
 def _bands(rows: Iterable[Row], timeline: Timeline) -> list[tuple[int, float, float]]:

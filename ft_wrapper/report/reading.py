@@ -3,25 +3,40 @@
 import collections
 import glob
 import os
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from itertools import chain
+from typing import Any
 
 from .. import events
 from ..events import Record
 
-# The types of the fields that the report uses, as JSON has them.
-_TYPES: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(
-        ("event", "job", "host", "boot", "nonce", "after", "kind", "cause", "message", "line"), (str,)
-    ),
-    **dict.fromkeys(("monotonic", "time", "started", "began", "since"), (int, float)),
-    **dict.fromkeys(
-        ("pid", "child", "slot", "rank", "incarnation", "iteration", "call", "step", "committed"), (int,)
-    ),
-    "culprits": (list,),
-    "ends": (bool,),
-}
 _MOST = 6e10  # a time of day beyond that is in no year that a date can have
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and value.encode(errors="ignore").decode() == value  # no half a character
+
+
+def _is_whole(value: object) -> bool:
+    return type(value) is int and abs(value) < _MOST
+
+
+def _is_number(value: object) -> bool:
+    return _is_whole(value) or (isinstance(value, float) and abs(value) < _MOST)
+
+
+# What the fields that the report uses have to be.
+_FITS: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(
+        ["event", "job", "host", "boot", "nonce", "after", "kind", "cause", "message", "line"], _is_text
+    ),
+    **dict.fromkeys(["monotonic", "time", "started", "began", "since"], _is_number),
+    **dict.fromkeys(
+        ["pid", "child", "slot", "rank", "incarnation", "iteration", "call", "step", "committed"], _is_whole
+    ),
+    "culprits": lambda value: isinstance(value, list) and all(type(part) is int for part in value),
+    "ends": lambda value: isinstance(value, bool),
+}
 _NEEDED = ("event", "host", "pid", "monotonic")
 _NEEDED_BY = {
     "register": ("slot", "incarnation"),
@@ -65,18 +80,8 @@ def _wrong(record: Record) -> str:
     missing = [name for name in (*_NEEDED, *_NEEDED_BY.get(record["event"], ())) if name not in record]
     if missing:
         return f"{missing[0]} is missing"
-    for name in _TYPES.keys() & record.keys():
-        value = record[name]
-        is_right = type(value) in _TYPES[name]
-        if is_right and isinstance(value, str):
-            is_right = value.encode(errors="ignore").decode() == value  # JSON can have half a character
-        elif is_right and isinstance(value, list):
-            is_right = all(type(part) is int for part in value)
-        elif is_right:
-            is_right = abs(value) < _MOST
-        if not is_right:
-            return f"{name} is {value!a:.40}"
-    return ""
+    wrong = (name for name in _FITS.keys() & record.keys() if not _FITS[name](record[name]))
+    return next((f"{name} is {record[name]!a:.40}" for name in wrong), "")
 
 
 def by_job(records: Iterable[Record]) -> list[tuple[str, list[Record]]]:

@@ -107,8 +107,9 @@ def _incident(at: float, failed: Iteration, back: Iteration | None, faults: Sequ
     """What ended an iteration, by what the last rank that came back has said; else by the faults alone."""
     said: Record = next(iter(back.of("restarted")), {}) if back is not None else {}
     if said:
-        seats = tuple(sorted(seat for seat in failed.members if seat[1] in said["culprits"]))
-        return Incident(at, said["kind"], said["cause"], said["line"], _marked(seats))
+        there = {(one["host"], one.get("slot", -1)) for one in failed.of("decided", "enter", "spare")}
+        blamed = tuple(sorted(seat for seat in there if seat[1] in said["culprits"]))
+        return Incident(at, said["kind"], said["cause"], said["line"], _marked(blamed))
     kind, words, seats = _blamed(faults)
     return Incident(at, kind, words, words, seats)
 

@@ -101,7 +101,6 @@ class Iteration:
         call: number of its wrapped call.
         after: the name of the iteration before; empty for the first one of a call.
         committed: the steps below this one were committed in it.
-        members: the seats of its ranks.
     """
 
     name: str
@@ -112,7 +111,6 @@ class Iteration:
     call: int = 0
     after: str = ""
     committed: int = 0
-    members: set[Seat] = dataclasses.field(default_factory=set)
 
     def add(self, host: str, record: Record) -> None:
         """Adds an event that happened in it."""
@@ -124,8 +122,6 @@ class Iteration:
             self.began = min(self.began or moment, moment)
             self.call = record.get("call", 0)
             self.after = record.get("after", self.after)
-        if record["event"] in ("decided", "enter", "spare"):
-            self.members.add((host, record.get("slot", -1)))
 
     def of(self, *events: str) -> list[Record]:
         """Its events of some kinds."""

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from ft_wrapper.report import goodput
 from ft_wrapper.report.goodput import BUCKETS, Goodput
 from ft_wrapper.report.reading import by_job
-from ft_wrapper.report.steps import Part, Steps, Told
 from ft_wrapper.report.timeline import Timeline
 
 Record = dict[str, Any]
@@ -531,18 +530,3 @@ def test_events_without_an_iteration_go_by_the_name_alone() -> None:
     old = [{"event": "enter", "iteration": 0, "pid": pid, "host": "a", "monotonic": 1.0} for pid in (1, 2)]
     assert [name for name, _ in by_job(old)] == [""]
     assert make_goodput(old).steps == 0
-
-
-def test_the_processes_are_not_looked_through_again_for_each_rank() -> None:
-    class Counted(dict[Any, Any]):
-        looks = 0
-
-        def items(self) -> Any:
-            self.looks += 1
-            return super().items()
-
-    told = Counted({("a", slot, 0): {"one": [Told([(0.0, 1)])]} for slot in range(3)})
-    part = Part(None, 1, 1)
-    steps = Steps(told, {("one", 0): part, ("two", 0): part}, {"one": "call", "two": "call"})
-    assert [steps.had_none_yet("a", slot, "two") for slot in range(4)] == [True, True, True, False]
-    assert told.looks == 1

@@ -13,7 +13,7 @@ from simulated_job import SimulatedJob
 from ft_wrapper.attribution import Interruption
 from ft_wrapper.report import Report
 from ft_wrapper.report.goodput import BUCKETS, make_goodput
-from ft_wrapper.report.page import SHAPE_OF, STATES, Line, Picture, natural
+from ft_wrapper.report.page import SHAPE_OF, STATE_OF, STATES, Line, Picture, natural
 from ft_wrapper.report.restarts import find_incidents
 from ft_wrapper.report.timeline import Timeline
 
@@ -49,7 +49,7 @@ def one_fault(kind: str | None, place: int = 0, **size: int) -> SimulatedJob:
 
 
 def time_in(line: Line, state: str) -> float:
-    return sum(piece.end - piece.begin for piece in line.pieces if piece.state.name == state)
+    return sum(span.end - span.begin for span in line.spans if STATE_OF[span.kind].name == state)
 
 
 def test_each_bucket_is_in_one_state() -> None:
@@ -62,8 +62,8 @@ def test_a_row_for_each_rank_has_the_spans_of_goodput() -> None:
     assert [line.name for line in found.lines] == [f"slot {slot} on gpu00{slot // 2}" for slot in range(6)]
     assert found.seconds == pytest.approx(goodput.seconds, abs=0.1)
     for line in found.lines:
-        ends = [line.pieces[0].begin, *(piece.end for piece in line.pieces)]
-        assert [piece.begin for piece in line.pieces] == pytest.approx(ends[:-1])
+        ends = [line.spans[0].begin, *(span.end for span in line.spans)]
+        assert [span.begin for span in line.spans] == pytest.approx(ends[:-1])
     for state in STATES:
         seconds = sum(goodput.buckets.get(bucket, 0.0) for bucket in state.buckets)
         assert sum(time_in(line, state.name) for line in found.lines) == pytest.approx(seconds, abs=1e-3)
@@ -76,7 +76,8 @@ def test_hosts_with_clocks_of_their_own_are_put_on_one() -> None:
     # Of one of them the events begin later.
     found = picture([each for each in records if each["host"] != "gpu001" or each["event"] not in early])
     first_steps = [
-        next(piece.begin for piece in line.pieces if piece.state.name == "new") for line in found.lines[:4]
+        next(span.begin for span in line.spans if STATE_OF[span.kind].name == "new")
+        for line in found.lines[:4]
     ]
     assert max(first_steps) - min(first_steps) < 0.1
     assert found.report.timeline.began == pytest.approx(1_790_000_000.0, abs=0.1)
@@ -88,7 +89,7 @@ def test_a_host_that_shares_no_iteration_goes_by_the_time_of_day() -> None:
     alone |= {"monotonic": 7.0, "time": 1_790_000_050.0, "started": 7.0}
     found = picture([*records, alone, alone | {"event": "spare", "monotonic": 8.0, "time": 1_790_000_051.0}])
     (line,) = (line for line in found.lines if line.name == "slot 9 on other")
-    assert line.pieces[0].begin == pytest.approx(50.0, abs=0.1)
+    assert line.spans[0].begin == pytest.approx(50.0, abs=0.1)
 
 
 def test_iterations_are_bands_one_after_the_other() -> None:
