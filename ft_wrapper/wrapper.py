@@ -17,7 +17,7 @@ import torch
 
 from . import _names, check
 from .attribution import InterruptionRecord, by_blame
-from .check.findings import WATCHDOG
+from .check import WATCHDOG
 from .exception import RankDrained, RestartAbort
 from .monitor import identity
 from .monitor.frames import drop_own_frames

@@ -7,7 +7,7 @@ import time
 
 from .. import check
 from ..agent.options import Options
-from ..check.findings import Finding, reverse_lookup
+from ..check import Finding, reverse_lookup
 from ..store.address import split_host_port
 
 NO_CUDA = "no CUDA: what concerns NCCL is not checked"

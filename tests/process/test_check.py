@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from ft_wrapper import check
-from ft_wrapper.check import Finding, findings
+from ft_wrapper.check import Finding
 from ft_wrapper.cli import check as cli_check
 from ft_wrapper.cli import run
 from ft_wrapper.cli.check import NO_CUDA
@@ -37,54 +37,54 @@ MINUTES = timedelta(minutes=10)
 # What looks; with what it finds something, and with what it does not; what to do.
 LOOKS: list[tuple[Callable[..., Finding | None], list[tuple[Any, ...]], list[tuple[Any, ...]], str]] = [
     (
-        lambda *version: findings.nccl_version(version),
+        lambda *version: check.nccl_version(version),
         [(2, 25, 1), (2, 28, 3), (2, 28, 8)],
         [(2, 26, 2), (2, 28, 2), (2, 28, 9), (2, 29, 3)],
         "or newer",
     ),
-    (findings.nvls, [({},), ({NVLS: "1"},)], [({NVLS: "0"},)], f"set {NVLS}=0"),
+    (check.nvls, [({},), ({NVLS: "1"},)], [({NVLS: "0"},)], f"set {NVLS}=0"),
     (
-        findings.rethrown_errors,
+        check.rethrown_errors,
         [({RETHROW: "1"},)],
         [({},), *(({RETHROW: no},) for no in ("0", "False", "no"))],
         f"unset it, or set {RETHROW}=0",
     ),
     (
-        findings.async_errors,
+        check.async_errors,
         [({WATCHDOG: "1"},), ({OLDER: "2"},)],
         [({},), ({WATCHDOG: "0"},), ({OLDER: "2", WATCHDOG: "0"},)],
         "NCCL_ASYNC_ERROR_HANDLING=0",
     ),
     (
-        findings.heartbeat,
+        check.heartbeat,
         [({BEAT: "90"}, 90.0), ({}, 500.0)],
         [({BEAT: "91"}, 90.0), ({}, 479.0), ({"TORCH_NCCL_ENABLE_MONITORING": "0"}, 500.0)],
         "set it above ",
     ),
-    (findings.group_timeout, [(MINUTES, 600.0)], [(MINUTES, 599.0)], "a timeout above 600 s"),
+    (check.group_timeout, [(MINUTES, 600.0)], [(MINUTES, 599.0)], "a timeout above 600 s"),
     (
-        findings.flight_recorder,
+        check.flight_recorder,
         [({TRACE: "0"},)],
         [({},), ({"TORCH_FR_BUFFER_SIZE": "9", TRACE: "0"},)],
         "set TORCH_FR_BUFFER_SIZE=2000",
     ),
-    (findings.open_files, [(1024, 512)], [(1024, 8), (2176, 512)], "ulimit -n 2176"),
-    (findings.shared_memory, [(64 << 20,), (None,)], [(1 << 30,)], "--shm-size"),
-    (findings.clock, [(0.0, True, 1), (NOW, False, 2)], [(NOW, True, 2), (NOW, False, 1)], "run chrony"),
+    (check.open_files, [(1024, 512)], [(1024, 8), (2176, 512)], "ulimit -n 2176"),
+    (check.shared_memory, [(64 << 20,), (None,)], [(1 << 30,)], "--shm-size"),
+    (check.clock, [(0.0, True, 1), (NOW, False, 2)], [(NOW, True, 2), (NOW, False, 1)], "run chrony"),
     (
-        findings.gloo_interface,
+        check.gloo_interface,
         [({GLOO: "eth0,ib0"}, ETHERNET)],
         [({GLOO: "eth0"}, ETHERNET), ({}, ())],
         "name one of eth0, lo",
     ),
     (
-        findings.nccl_interface,
+        check.nccl_interface,
         [({IFNAME: text}, ETHERNET) for text in ("ib", "=eth", "^eth,lo")],
         [({IFNAME: text}, ETHERNET) for text in ("", "eth", "=eth0", "^eth", "^=eth", "ib,eth")],
         "name one of eth0, lo",
     ),
     (
-        findings.own_name,
+        check.own_name,
         [("host7", ["127.0.1.1", "::1"], {}, 2), ("host7", [], {}, 2)],
         [
             ("host7", ["127.0.1.1"], {}, 1),
@@ -94,7 +94,7 @@ LOOKS: list[tuple[Callable[..., Finding | None], list[tuple[Any, ...]], list[tup
         ],
         f"set {GLOO}",
     ),
-    (findings.reverse_lookup, [("node0", 5.012)], [("node0", 0.049)], "into /etc/hosts, or run a cache"),
+    (check.reverse_lookup, [("node0", 5.012)], [("node0", 0.049)], "into /etc/hosts, or run a cache"),
 ]
 
 
