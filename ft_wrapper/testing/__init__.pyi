@@ -1,8 +1,8 @@
 from .blocking import BlockingGroup as BlockingGroup
 from .blocking import OnAbort as OnAbort
 from .blocking import blocking_backend as blocking_backend
-from .clock import Clock as Clock
 from .etcd_server import EtcdServer as EtcdServer
+from .fake_store import Clock as Clock
 from .fake_store import FakeStore as FakeStore
 from .scheduler import Deadlock as Deadlock
 from .scheduler import Scheduler as Scheduler

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from .. import _names
-from .clock import Clock, Waiter
+from .fake_store import Clock, Waiter
 
 try:
     import greenlet

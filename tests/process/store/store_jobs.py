@@ -12,7 +12,7 @@ from ft_wrapper.protocol.operations import Delete
 from ft_wrapper.protocol.records import Member, View
 from ft_wrapper.store import StoreMixin
 from ft_wrapper.testing import Clock, FakeStore
-from ft_wrapper.testing.clock import Waiter
+from ft_wrapper.testing.fake_store import Waiter
 
 
 class Script(Clock):

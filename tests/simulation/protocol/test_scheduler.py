@@ -9,7 +9,7 @@ import pytest
 from torch.distributed import DistStoreError
 
 from ft_wrapper.testing import Deadlock, FakeStore, Scheduler, SchedulerError, TooLong, scheduler
-from ft_wrapper.testing.clock import Waiter
+from ft_wrapper.testing.fake_store import Waiter
 
 HOUR = timedelta(hours=1)
 

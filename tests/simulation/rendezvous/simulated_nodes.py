@@ -22,7 +22,7 @@ from ft_wrapper.rendezvous.record import Node, NodePlace, RendezvousRecord, Roun
 from ft_wrapper.rendezvous.register import Board, RecordRegister
 from ft_wrapper.rendezvous.settings import RendezvousSettings
 from ft_wrapper.testing import Scheduler, Task
-from ft_wrapper.testing.clock import Waiter
+from ft_wrapper.testing.fake_store import Waiter
 from tests.explorer.stores import SimulatedStore
 
 
