@@ -114,7 +114,7 @@ class Checkpoints:
         *,
         timeout: timedelta | float | None = None,
     ) -> None:
-        with _for_good():
+        with for_good("Checkpoints"):
             self.root = _check_arguments(call_wrapper, root)
             self.keep = as_int("keep", keep, at_least=1)
             given = None if timeout is None else as_timeout("timeout", timeout)
@@ -312,12 +312,12 @@ class Checkpoints:
 
 
 @contextlib.contextmanager
-def _for_good() -> Iterator[None]:
-    """Ends the call where an error would come again in each iteration."""
+def for_good(who: str) -> Iterator[None]:
+    """Ends the call where a wrong argument would come again in each iteration; ``who`` takes it."""
     try:
         yield
     except (TypeError, ValueError) as error:
-        raise JobAbort(f"Checkpoints: {error}") from error
+        raise JobAbort(f"{who}: {error}") from error
 
 
 def _check_arguments(call_wrapper: object, root: object) -> Path:

@@ -1,6 +1,5 @@
 """Accelerate through faults: see ``docs/accelerate.md``."""
 
-import random
 import sys
 from typing import Any
 
@@ -8,6 +7,7 @@ from ..checkpoints import Checkpoints
 from ..exception import JobAbort
 from ..finalize import Finalize
 from ..initialize import Initialize
+from ..live.data import seed_all
 from ..state import FrozenState
 from ..wrapper import CallWrapper
 
@@ -134,13 +134,6 @@ def _check_prepared(accelerator: Any) -> None:
                 "checkpoint: with shuffle=True pass dataloader_config=DataLoaderConfiguration("
                 "use_seedable_sampler=True), else a sampler whose order depends on set_epoch"
             )
-
-
-def seed_all(*parts: object) -> None:
-    """Makes the random numbers that follow depend on these parts alone."""
-    from accelerate.utils import set_seed
-
-    set_seed(random.Random(repr(parts)).getrandbits(32))
 
 
 def _sampler(loader: Any) -> Any:

@@ -2,9 +2,7 @@
 
 import contextlib
 import os
-import random
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from .. import _names
-from ..checkpoints import Checkpoints
+from ..checkpoints import Checkpoints, for_good
 from ..exception import JobAbort
+from ..live.data import seed_all
 from ..settings import as_int
 from ..wrapper import CallWrapper
 
@@ -55,7 +54,9 @@ class FT:
     ) -> None:
         self._checkpoints = Checkpoints(call_wrapper, root, keep)
         self._call_wrapper, self._seed = call_wrapper, seed
-        self.callback = Callback(call_wrapper, self._checkpoints, as_every(every), seed)
+        with for_good("FT"):
+            every = as_int("every", every, at_least=1)
+        self.callback = Callback(call_wrapper, self._checkpoints, every, seed)
 
     checkpoint = _names.attribute("FT", "checkpoint", "callback")
 
@@ -71,7 +72,7 @@ class FT:
     def begin_step(self, step: int) -> None:
         """Of Fabric: pings, and seeds a step by its number and the rank. Call it behind the loader."""
         self._call_wrapper.ping(step)
-        reseed(self._seed, step, self._call_wrapper.rank)
+        seed_all(self._seed, step, self._call_wrapper.rank)
 
     def save(self, fabric: Any, state: dict[str, Any], step: int, loader: Any = None) -> None:
         """Of Fabric: as ``fabric.save``, with each rank's position in its loader; seals it. All ranks."""
@@ -143,15 +144,6 @@ def file_of(folder: Path) -> Path:
 LOADERS = "ft_wrapper.loaders"
 
 
-def reseed(*parts: object) -> None:
-    """Makes the random numbers that follow depend on these parts alone."""
-    number = random.Random(repr(parts)).getrandbits(32)
-    random.seed(number)
-    torch.manual_seed(number)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(number)
-
-
 def of_all_ranks(value: Any) -> list[Any]:
     """What each rank passes."""
     if not dist.is_initialized():
@@ -165,14 +157,6 @@ def own_of(values: list[Any]) -> Any:
     """What this rank passed, which may have moved; with another number of ranks it is rank 0's."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     return values[rank if len(values) == size else 0]
-
-
-def as_every(every: Any) -> int:
-    """Checks it; what is wrong would come again in each iteration."""
-    try:
-        return as_int("every", every, at_least=1)
-    except (TypeError, ValueError) as error:
-        raise JobAbort(f"FT: {error}") from error
 
 
 def check_trainer(trainer: Any) -> None:
@@ -301,7 +285,7 @@ class Callback(Checkpoint):
 
     def on_train_batch_start(self, trainer: Any, _: Any, __: Any, batch_idx: int) -> None:
         self._call_wrapper.ping(trainer.global_step)
-        reseed(self._seed, trainer.global_step, batch_idx, trainer.global_rank)  # generators are not saved
+        seed_all(self._seed, trainer.global_step, batch_idx, trainer.global_rank)  # generators are not saved
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         if not trainer.is_last_batch:  # from there Lightning would go on with the epoch after the next

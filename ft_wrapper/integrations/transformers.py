@@ -6,8 +6,8 @@ from typing import Any
 
 from ..checkpoints import Checkpoints
 from ..exception import JobAbort
+from ..live.data import seed_all
 from ..wrapper import CallWrapper
-from .accelerate import seed_all
 
 try:
     from transformers import TrainerCallback, __version__

@@ -110,6 +110,14 @@ def seed_host(seed: int | None, *parts: object) -> None:
             sys.modules["numpy"].random.seed(random.getrandbits(32))
 
 
+def seed_all(seed: int | None, *parts: object) -> None:
+    """The same for what is drawn on this rank's devices, too; None: leaves it as it is."""
+    seed_host(seed, *parts)
+    if seed is not None and torch.accelerator.is_available():
+        module: Any = torch.get_device_module(torch.accelerator.current_accelerator())
+        (getattr(module, "manual_seed_all", None) or module.manual_seed)(torch.initial_seed())
+
+
 def _begin(seed: int | None, epoch: int, what: str, parts: list[Any]) -> None:
     """Seeds this process, and begins an epoch in the parts of a loader and in their inner parts."""
     seed_host(seed, epoch, what)

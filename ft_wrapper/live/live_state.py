@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -20,7 +19,7 @@ from ..settings import as_int, as_limit, check_callable
 from ..wrapper import CallWrapper
 from . import checks
 from .commit import Course
-from .data import endless, seed_host
+from .data import endless, seed_all
 from .performer import TorchKept, TorchPerformer, Users, default_update
 from .plan import Plan, Rung
 from .state import Form, Objects, Sharded, has_gradient, optimizers
@@ -88,7 +87,7 @@ class LiveState:
         with checks.ending_the_call():
             _check_arguments(call_wrapper, build, restore, update, name)
             self._seed = as_limit("seed", seed, at_least=0)
-            self._seed_by = functools.partial(_seed_by, self._seed)
+            self._seed_by = functools.partial(seed_all, self._seed)
             self._verify_every = as_limit("verify_every", verify_every, at_least=1)
             self._buddies = as_int("buddies", buddies, at_least=0)
             copy_every = take_argument("LiveState", "every", every, "copy_every", copy_every)
@@ -247,14 +246,6 @@ class LiveState:
         steps = [optimizer for _, optimizer in optimizers(self._kept.objects)]
         if self._has_default_update and steps and not any(map(has_gradient, steps)):
             raise JobAbort(f"step {self._open}: no parameter of any optimizer has a gradient in commit()")
-
-
-def _seed_by(seed: int | None, *parts: object) -> None:
-    """Makes all random numbers that follow depend on the seed and these parts alone."""
-    seed_host(seed, *parts)
-    if seed is not None and torch.accelerator.is_available():
-        module: Any = torch.get_device_module(torch.accelerator.current_accelerator())
-        (getattr(module, "manual_seed_all", None) or module.manual_seed)(torch.initial_seed())
 
 
 def _check_arguments(call_wrapper: Any, build: Any, restore: Any, update: Any, name: Any) -> None:

@@ -347,7 +347,7 @@ def test_arguments_that_are_made_before_the_call_are_refused(tmp_path: Path) -> 
 )
 def test_the_script_on_the_page_runs(tmp_path: Path, page: str, result: str) -> None:
     text = (Path(__file__).parents[2] / "docs" / f"{page}.md").read_text()
-    (script,) = [part.partition("```")[0] for part in text.split("```python\n")[1:]]
+    script = text.split("```python\n")[1].partition("```")[0]
     (tmp_path / "train.py").write_text(script)
     options = ["--nproc-per-node", "3", "--active-world-size", "2", "--max-rank-restarts", "0"]
     command = [sys.executable, "-m", "ft_wrapper.run", *options, "train.py"]
