@@ -206,17 +206,12 @@ class EtcdServer:
                     raise
 
     def stop(self) -> None:
-        """Ends all members and removes what is temporary; where the data stays, they may end in order."""
-        patience = 0.0 if self._given_dir is None else 10.0
-        for member in self._members:
-            if member.process is not None and patience:
-                member.process.send_signal(signal.SIGTERM)
-        for member in self._members:
-            self._end(member, patience)
+        """Kills all members and removes what is temporary; etcd's data is whole after a kill."""
+        for index in range(len(self._members)):
+            self.kill(index)
         self._members = []
         if self._directory is not None and self._given_dir is None:
             shutil.rmtree(self._directory, ignore_errors=True)
-        self._directory = None
 
     # For tests of what happens when a member fails -----------------------------------------------------
 
@@ -226,7 +221,11 @@ class EtcdServer:
         Args:
             index: which one, from 0.
         """
-        self._end(self._members[index], 0.0)
+        member = self._members[index]
+        process, member.process = member.process, None
+        if process is not None:
+            process.kill()
+            process.wait()
 
     def restart(self, index: int, timeout: float = 60.0) -> None:
         """Starts a member that was killed, with its data and its ports, and waits until it is healthy.
@@ -307,16 +306,6 @@ class EtcdServer:
             environment["ETCD_UNSUPPORTED_ARCH"] = "arm64"
         with open(member.log, "ab") as log:
             member.process = start_process(self._command(member), environment, log.fileno(), log.fileno())
-
-    def _end(self, member: _Member, patience: float) -> None:
-        process, member.process = member.process, None
-        if process is None:
-            return
-        if patience:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(patience)
-        process.kill()
-        process.wait()
 
     def _signal(self, index: int, signum: int) -> None:
         process = self._members[index].process
