@@ -20,7 +20,7 @@ from ..wrapper import CallWrapper
 from . import checks
 from .commit import Course
 from .data import endless, seed_all
-from .performer import TorchKept, TorchPerformer, Users, default_update
+from .performer import TorchKept, TorchPerformer, Users, data_parallel, default_update
 from .plan import Plan, Rung
 from .state import Form, Objects, Sharded, has_gradient, optimizers
 
@@ -92,7 +92,7 @@ class LiveState:
             self._buddies = as_int("buddies", buddies, at_least=0)
             copy_every = take_argument("LiveState", "every", every, "copy_every", copy_every)
             self._copy_every = copy_every = as_limit("copy_every", copy_every, at_least=1) or 50
-            self._form = form = _form(build, mesh)
+            self._form = form = Form(build) if mesh is None else Sharded(build, mesh)
         _check_group(call_wrapper)
         if dist.get_rank() == 0 and (others := dist.get_world_size() - 1) < self._buddies:
             # No error: the job may have lost the others.
@@ -146,7 +146,7 @@ class LiveState:
         if not isinstance(module, nn.Module) or self._form.is_sharded:
             kind = f"{type(module).__name__}{' in shards' * self._form.is_sharded}"
             raise TypeError(f"data_parallel({name!r}) takes a module of a state without mesh=, not {kind}")
-        return self._kept.data_parallel.over(name, module, options, self._services.group.group)
+        return data_parallel(self._kept, name, module, options, self._services.group.group)
 
     @property
     def step(self) -> int:
@@ -266,10 +266,6 @@ def _check_group(call_wrapper: CallWrapper) -> None:
         raise JobAbort(
             f"LiveState needs init_process_group() of all {active} active ranks before it, not of {size or 0}"
         )
-
-
-def _form(build: Callable[[], Objects], mesh: Any) -> Form:
-    return Form(build) if mesh is None else Sharded(build, mesh)
 
 
 def _report(plan: Plan, seconds: float) -> None:

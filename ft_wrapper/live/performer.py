@@ -37,7 +37,7 @@ class TorchKept(Kept):
     Attributes:
         buffers: copies of those that a forward pass may change.
         copies: of shards, in host memory.
-        data_parallel: DDP objects.
+        data_parallel: DDP objects, with their options, by the names of their modules.
         modes: whether each module was in training when it was built, by name.
         built: what was built, which must be the same on all ranks.
         shapes: of the parameters that were built, by name.
@@ -48,7 +48,7 @@ class TorchKept(Kept):
         super().__init__()
         self.buffers = Buffers()
         self.copies = Copies()
-        self.data_parallel = DataParallel()
+        self.data_parallel: dict[str, tuple[DistributedDataParallel, dict[str, Any]]] = {}
         self.modes: dict[str, bool] = {}
         self.built: checks.Outline = ()
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -240,14 +240,12 @@ class TorchPerformer(Performer):
         """See `Performer`: a move for each shard, since a rank may have copies of several."""
         copies, own = self._kept.copies, self._form.shard
         shards = dict(enumerate(self._gather(own)))
-        flat = None
+        moved = {}
         for shard in dict.fromkeys(shards.values()):
             routes = tuple(route for route in plan.routes if shards[route.receiver] == shard)
-            received = self._move(routes, functools.partial(copies.flat, shard, plan.step))
-            flat = received if shard == own else flat
-        if flat is None:  # the copy stays what it is, whatever the next update does
-            flat = in_host_memory(copies.flat(own, plan.step))
-        return flat
+            moved[shard] = self._move(routes, functools.partial(copies.flat, shard, plan.step))
+        # The copy stays what it is, whatever the next update does.
+        return moved[own] or in_host_memory(copies.flat(own, plan.step))
 
     def _move(self, routes: tuple[Route, ...], source: Callable[[], Flat]) -> Flat | None:
         timeout = self._services.settings.soft_timeout / 2
@@ -365,36 +363,31 @@ _HAS_INIT_SYNC = "init_sync" in inspect.signature(DistributedDataParallel).param
 _DEFAULTS = {"init_sync": False} if _HAS_INIT_SYNC else {}
 
 
-class DataParallel:
-    """The DDP objects of a process, by the names of their modules, over the iterations of a call."""
+def data_parallel(
+    kept: TorchKept, name: str, module: nn.Module, options: dict[str, Any], group: Any
+) -> DistributedDataParallel:
+    """Takes up the DDP object that was made in an earlier iteration, or makes one.
 
-    def __init__(self) -> None:
-        self._kept: dict[str, tuple[DistributedDataParallel, dict[str, Any]]] = {}
+    One that lays out its buckets again after the first backward pass cannot stay: a rank that is new
+    would have its gradients in others.
 
-    def over(
-        self, name: str, module: nn.Module, options: dict[str, Any], group: Any
-    ) -> DistributedDataParallel:
-        """Takes up the one that was made in an earlier iteration, or makes one.
-
-        One that lays out its buckets again after the first backward pass cannot stay: a rank that is new
-        would have its gradients in others.
-
-        Args:
-            name: of the module.
-            module: that of this iteration.
-            options: for ``DistributedDataParallel``.
-            group: the default process group, if it has stayed; else None.
-        """
-        ddp, its_options = self._kept.pop(name, (None, None))
-        if group is None or ddp is None or ddp.module is not module or its_options != options:
-            del ddp  # with its hooks, before another one gets its own
-            ddp = DistributedDataParallel(module, **{**_DEFAULTS, **options})
-        else:
-            _reset(ddp, group)
-        has_fixed_buckets = options.get("find_unused_parameters") and not options.get("static_graph")
-        if group is not None and has_fixed_buckets and "process_group" not in options:
-            self._kept[name] = ddp, options
-        return ddp
+    Args:
+        kept: what the process keeps.
+        name: of the module.
+        module: that of this iteration.
+        options: for ``DistributedDataParallel``.
+        group: the default process group, if it has stayed; else None.
+    """
+    ddp, its_options = kept.data_parallel.pop(name, (None, None))
+    if group is None or ddp is None or ddp.module is not module or its_options != options:
+        del ddp  # with its hooks, before another one gets its own
+        ddp = DistributedDataParallel(module, **{**_DEFAULTS, **options})
+    else:
+        _reset(ddp, group)
+    has_fixed_buckets = options.get("find_unused_parameters") and not options.get("static_graph")
+    if group is not None and has_fixed_buckets and "process_group" not in options:
+        kept.data_parallel[name] = ddp, options
+    return ddp
 
 
 def _reset(ddp: Any, group: Any) -> None:
