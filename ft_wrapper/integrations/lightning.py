@@ -62,7 +62,13 @@ class FT:
 
     def trainer(self, *plugins: Any) -> dict[str, Any]:
         """For ``Trainer(**…)`` and ``Fabric(**…)``: accelerator, devices, num_nodes; plugins, with yours."""
-        return arguments(plugins)
+        cuda = torch.cuda.is_available()
+        return {
+            "accelerator": "cuda" if cuda else "cpu",
+            "devices": [int(os.environ["LOCAL_RANK"])] if cuda else 1,
+            "num_nodes": int(os.environ["WORLD_SIZE"]),
+            "plugins": [Environment(), WholeFiles(), *plugins],
+        }
 
     def newest(self) -> str | None:
         """For ``fit(ckpt_path=…)``: the newest sealed checkpoint, the same on all ranks, or None."""
@@ -124,17 +130,6 @@ class WholeFiles(TorchCheckpointIO):
             raise
 
 
-def arguments(plugins: tuple[Any, ...]) -> dict[str, Any]:
-    """What a Trainer or Fabric takes."""
-    cuda = torch.cuda.is_available()
-    return {
-        "accelerator": "cuda" if cuda else "cpu",
-        "devices": [int(os.environ["LOCAL_RANK"])] if cuda else 1,
-        "num_nodes": int(os.environ["WORLD_SIZE"]),
-        "plugins": [Environment(), WholeFiles(), *plugins],
-    }
-
-
 def file_of(folder: Path) -> Path:
     """The checkpoint in its folder, which `Checkpoints` seals; of a sharded one, a folder."""
     return folder / "state.ckpt"
@@ -171,10 +166,8 @@ def check_trainer(trainer: Any) -> None:
         raise JobAbort("FT: the Trainer has no arguments of FT: Trainer(**ft.trainer(), …)")
     for each in trainer.callbacks:
         if isinstance(each, OnExceptionCheckpoint) or getattr(each, "save_on_exception", False):
-            raise JobAbort(
-                f"FT: {type(each).__name__} saves when there is an exception, and then waits for ranks "
-                "that do not come: leave save_on_exception=False"
-            )
+            why = "saves when there is an exception, and waits for ranks that do not come"
+            raise JobAbort(f"FT: {type(each).__name__} {why}: leave save_on_exception=False")
 
 
 def check_order(sampler: Any) -> None:
@@ -189,57 +182,6 @@ def check_order(sampler: Any) -> None:
             f"FT: a loader takes its order from a {type(sampler).__name__}, whose random numbers are in no "
             "checkpoint: pass sampler=DistributedSampler(…), or one whose order depends on set_epoch"
         )
-
-
-class Positions:
-    """Where a rank's loaders stand."""
-
-    def __init__(self) -> None:
-        self._loaded: list[Any] | None = None
-        self._before: list[Any] = []  # a batch ago
-
-    def load(self, trainer: Any, checkpoint: dict[str, Any]) -> None:
-        """Takes this rank's from a checkpoint."""
-        loop = checkpoint["loops"]["fit_loop"]
-        self._loaded = own_of(checkpoint.get(LOADERS, [[]]))
-        loop["state_dict"]["combined_loader"] = self._loaded
-        for progress in (loop["epoch_progress"]["total"], loop["epoch_progress"]["current"]):
-            # With max_steps Lightning goes through the end of an epoch again, and counts it twice.
-            progress["processed"] -= trainer.max_steps != -1 and progress["processed"] == progress["ready"]
-
-    def begin(self, trainer: Any) -> None:
-        """Behind a restart loaders begin in the epoch, and at the position, that they had.
-
-        Lightning begins them before it tells their samplers the epoch: the order would be that of epoch 0.
-
-        Raises:
-            JobAbort: the order cannot be brought back.
-        """
-        fit_loop, loaders = trainer.fit_loop, _loaders(trainer)
-        samplers = [_sampler(loader) for loader in loaders]
-        for sampler in samplers:
-            check_order(sampler)
-        if self._loaded is not None:
-            for sampler in samplers:
-                if hasattr(sampler, "set_epoch"):
-                    sampler.set_epoch(fit_loop.epoch_progress.current.processed)
-            if fit_loop.restarted_mid_epoch:
-                for each, position in zip(filter(_is_stateful, loaders), self._loaded, strict=True):
-                    each.load_state_dict(position)
-            iter(fit_loop._data_fetcher)
-        self.note(trainer)
-
-    def note(self, trainer: Any) -> None:
-        """A batch is done; of loaders without a length Lightning has taken the next one already."""
-        is_ahead = getattr(trainer.fit_loop._data_fetcher, "batches", None)
-        self._before = (
-            [each.state_dict() for each in filter(_is_stateful, _loaders(trainer))] if is_ahead else []
-        )
-
-    def save(self, checkpoint: dict[str, Any]) -> None:
-        """Puts those of all ranks into a checkpoint; called on all ranks."""
-        state = checkpoint["loops"]["fit_loop"]["state_dict"]
-        checkpoint[LOADERS] = of_all_ranks(self._before or state.get("combined_loader", []))
 
 
 def _loaders(trainer: Any) -> list[Any]:
@@ -262,7 +204,8 @@ class Callback(Checkpoint):
         self._call_wrapper, self._checkpoints = call_wrapper, checkpoints
         self._every, self._seed = every, seed
         self._step = 0  # of the newest checkpoint
-        self._positions = Positions()
+        self._loaded: list[Any] | None = None  # positions of the loaders
+        self._before: list[Any] = []  # the same, a batch ago
         self._sigterm: Any = None
 
     def setup(self, trainer: Any, *_: Any, **__: Any) -> None:
@@ -270,11 +213,16 @@ class Callback(Checkpoint):
         check_trainer(trainer)
 
     def on_load_checkpoint(self, trainer: Any, _: Any, checkpoint: dict[str, Any]) -> None:
-        self._positions.load(trainer, checkpoint)
+        loop = checkpoint["loops"]["fit_loop"]
+        self._loaded = own_of(checkpoint.get(LOADERS, [[]]))
+        loop["state_dict"]["combined_loader"] = self._loaded
+        for progress in (loop["epoch_progress"]["total"], loop["epoch_progress"]["current"]):
+            # With max_steps Lightning goes through the end of an epoch again, and counts it twice.
+            progress["processed"] -= trainer.max_steps != -1 and progress["processed"] == progress["ready"]
 
     def on_train_start(self, trainer: Any, *_: Any) -> None:
         self._forget_handler()
-        self._positions.begin(trainer)
+        self._begin_loaders(trainer)
         if not self._step and (newest := self._checkpoints.newest()) is not None:
             self._step = newest.step
         if trainer.global_step < self._step:
@@ -290,7 +238,7 @@ class Callback(Checkpoint):
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         if not trainer.is_last_batch:  # from there Lightning would go on with the epoch after the next
             self.on_train_epoch_end(trainer)
-        self._positions.note(trainer)
+        self._note_positions(trainer)
 
     def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
         step = trainer.global_step
@@ -300,12 +248,42 @@ class Callback(Checkpoint):
             self._step = step
 
     def on_save_checkpoint(self, _: Any, __: Any, checkpoint: dict[str, Any]) -> None:
-        self._positions.save(checkpoint)
+        state = checkpoint["loops"]["fit_loop"]["state_dict"]
+        checkpoint[LOADERS] = of_all_ranks(self._before or state.get("combined_loader", []))
 
     def on_validation_batch_start(self, *_: Any) -> None:
         self._call_wrapper.ping()
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
+
+    def _begin_loaders(self, trainer: Any) -> None:
+        """Behind a restart loaders begin in the epoch, and at the position, that they had.
+
+        Lightning begins them before it tells their samplers the epoch: the order would be that of epoch 0.
+
+        Raises:
+            JobAbort: the order cannot be brought back.
+        """
+        fit_loop, loaders = trainer.fit_loop, _loaders(trainer)
+        samplers = [_sampler(loader) for loader in loaders]
+        for sampler in samplers:
+            check_order(sampler)
+        if self._loaded is not None:
+            for sampler in samplers:
+                if hasattr(sampler, "set_epoch"):
+                    sampler.set_epoch(fit_loop.epoch_progress.current.processed)
+            if fit_loop.restarted_mid_epoch:
+                for each, position in zip(filter(_is_stateful, loaders), self._loaded, strict=True):
+                    each.load_state_dict(position)
+            iter(fit_loop._data_fetcher)
+        self._note_positions(trainer)
+
+    def _note_positions(self, trainer: Any) -> None:
+        """A batch is done; of loaders without a length Lightning has taken the next one already."""
+        is_ahead = getattr(trainer.fit_loop._data_fetcher, "batches", None)
+        self._before = (
+            [each.state_dict() for each in filter(_is_stateful, _loaders(trainer))] if is_ahead else []
+        )
 
     def _forget_handler(self, *_: Any) -> None:
         # Lightning's waits for all ranks, in the midst of whatever a rank does, and for the end of the step.
