@@ -129,9 +129,7 @@ class Checkpoints:
         self._sealed: set[int] = set()  # steps
         self._kept: _Kept = services.kept.setdefault(f"checkpoints in {self.root}", _Kept())
         if self._kept.iteration == self._iteration:
-            raise JobAbort(
-                f"this iteration has a Checkpoints of root={str(self.root)!r} already; use that one"
-            )
+            raise JobAbort(f"root={str(self.root)!r}: there is a Checkpoints of it already; use that one")
         others = [one for one in services.kept.values() if isinstance(one, _Kept) and one is not self._kept]
         self._number = sum(one.iteration == self._iteration for one in others)
         self._kept.iteration = self._iteration
@@ -292,9 +290,8 @@ class Checkpoints:
         """What it has said."""
         store = self._call_wrapper.store
         if store.wait_for(f"{key}/wake", self._timeout.total_seconds()) is None:
-            raise BarrierTimeout(
-                f"{what}: timed out after {self._timeout}: missing ranks [0] of {self._size}"
-            )
+            missing = f"missing ranks [0] of {self._size}"
+            raise BarrierTimeout(f"{what}: timed out after {self._timeout}: {missing}")
         return present(key, read(store, key))
 
     def _see(self, path: Path, how: str, is_seen: Callable[[], bool]) -> None:
@@ -322,10 +319,7 @@ def for_good(who: str) -> Iterator[None]:
 
 def _check_arguments(call_wrapper: object, root: object) -> Path:
     if not isinstance(call_wrapper, CallWrapper):
-        raise TypeError(
-            f"call_wrapper={call_wrapper!r} must be the CallWrapper that the wrapped function is given: "
-            "def train(call_wrapper: CallWrapper, ...)"
-        )
+        raise TypeError(f"call_wrapper={call_wrapper!r} must be the CallWrapper that the function is given")
     if not isinstance(root, (str, os.PathLike)) or not isinstance(os.fspath(root), str):
         raise TypeError(f"root={root!r} must be a path: a str or a pathlib.Path")
     if not os.fspath(root):

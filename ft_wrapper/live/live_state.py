@@ -263,9 +263,7 @@ def _check_arguments(call_wrapper: Any, build: Any, restore: Any, update: Any, n
 def _check_group(call_wrapper: CallWrapper) -> None:
     size, active = dist.is_initialized() and dist.get_world_size(), call_wrapper.state.active_world_size
     if size != active:
-        raise JobAbort(
-            f"LiveState needs init_process_group() of all {active} active ranks before it, not of {size or 0}"
-        )
+        raise JobAbort(f"LiveState needs init_process_group() of {active} active ranks, not {size or 0}")
 
 
 def _report(plan: Plan, seconds: float) -> None:

@@ -277,9 +277,7 @@ class TorchPerformer(Performer):
         said = self._gather(repr(step))
         if type(step) is not int or step < 0 or len({*said}) > 1:
             steps = ", ".join(dict.fromkeys(said))
-            raise JobAbort(
-                f"restore() returned {steps}; it must be the checkpoint's step, the same on all ranks"
-            )
+            raise JobAbort(f"restore() returned {steps}; it must be one step, the same on all ranks")
         return step
 
     def differing(self, shard: Hashable, receivers: Collection[int] | None) -> tuple[Route, ...]:

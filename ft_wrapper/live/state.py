@@ -284,9 +284,7 @@ class Sharded(Form):
         if not isinstance(mesh, DeviceMesh):
             raise TypeError(f"mesh={mesh!r} must be a DeviceMesh; pass this iteration's init_device_mesh(…)")
         if mesh.ndim > 2:
-            raise ValueError(
-                f"mesh={mesh} has {mesh.ndim} dimensions; pass one of one dimension (FSDP2) or two (HSDP)"
-            )
+            raise ValueError(f"mesh={mesh} has {mesh.ndim} dimensions; pass one (FSDP2) or two (HSDP)")
         place = mesh.get_coordinate()
         if place is None:
             raise ValueError(f"mesh={mesh} does not have this rank; pass one of all active ranks")
@@ -334,13 +332,9 @@ class Sharded(Form):
                 vars(value)[_CAPTURED] = {key.removeprefix(f"{name}."): each for key, each in found.items()}
         for name, parameter in self.parameters(objects).items():
             if not isinstance(parameter, self._dtensor):
-                raise ValueError(
-                    f"build(): {name!r} is not sharded; apply fully_shard(module, mesh=mesh), or no mesh="
-                )
+                raise ValueError(f"build(): {name!r} is not sharded; apply fully_shard(module, mesh=mesh)")
             if parameter.device_mesh != self._mesh:
-                raise ValueError(
-                    f"{name!r} is on {parameter.device_mesh}, and mesh={self._mesh}; pass the same mesh"
-                )
+                raise ValueError(f"build(): {name!r} is on {parameter.device_mesh}, and mesh={self._mesh}")
         return objects
 
     def _build_on_meta(self) -> Objects:

@@ -63,16 +63,10 @@ class Layer:
         as_int("min_ranks", self.min_ranks, at_least=0)
         as_limit("max_ranks", self.max_ranks, at_least=1)
         if self.max_ranks is not None and self.min_ranks > self.max_ranks:
-            raise ValueError(
-                f"min_ranks={self.min_ranks} must not exceed max_ranks={self.max_ranks}; "
-                "lower the first or raise the second"
-            )
+            raise ValueError(f"min_ranks={self.min_ranks} must not exceed max_ranks={self.max_ranks}")
         check_key("key_or_fn", self.key_or_fn)
         if self.flag is not None and not isinstance(self.flag, LayerFlag):
-            raise TypeError(
-                f"flag={self.flag!r} must be a LayerFlag or None, not {type(self.flag).__name__}; "
-                "pass LayerFlag.RESERVE, LayerFlag.BACKFILL, or both joined by |"
-            )
+            raise TypeError(f"flag={self.flag!r} must be LayerFlag.RESERVE, .BACKFILL, both by |, or None")
 
     def has(self, flag: LayerFlag) -> bool:
         """Whether the layer has a flag."""
@@ -82,10 +76,7 @@ class Layer:
 def check_key(name: str, key_or_fn: object) -> None:
     """Raises TypeError unless the argument is a key or a function."""
     if not isinstance(key_or_fn, str) and not callable(key_or_fn):
-        raise TypeError(
-            f"{name}={key_or_fn!r} must be a string or a function of the state, "
-            f"not {type(key_or_fn).__name__}; pass for example lambda state: socket.gethostname()"
-        )
+        raise TypeError(f"{name}={key_or_fn!r} must be a string, or a function of the state that gives one")
 
 
 def key_of(state: State, key_or_fn: str | Callable[[State], str]) -> str:
@@ -97,9 +88,7 @@ def key_of(state: State, key_or_fn: str | Callable[[State], str]) -> str:
     key: object = key_or_fn(state) if callable(key_or_fn) else key_or_fn
     if isinstance(key, (str, int)):
         return str(key)
-    raise TypeError(
-        f"key_or_fn returned {key!r} on rank {state.rank}, a {type(key).__name__}; let it return a string"
-    )
+    raise TypeError(f"key_or_fn returned {key!r} on rank {state.rank}; let it return a string")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,10 +178,7 @@ def arrange(
     """
     roots = sorted({arrival.keys[0] for arrival in arrivals.values()})
     if len(roots) > 1:
-        raise ValueError(
-            f"all ranks must have the same key in the first layer of Tree, but there are {roots}; "
-            "give it a constant key_or_fn"
-        )
+        raise ValueError(f"Tree: all ranks must have the same key in the first layer, but there are {roots}")
     generation, leaves = _newest_table(arrivals, len(layers))
     newcomers = _admit(leaves, arrivals, len(layers))
     # A stable sort: old leaves keep their order, new ones follow in theirs.
@@ -267,10 +253,7 @@ def _admit(leaves: list[_Leaf], arrivals: dict[int, Arrival], depth: int) -> set
 def _filtered(world_size_filter: Callable[[int], int], active_world_size: int) -> int:
     wanted = world_size_filter(active_world_size)
     if isinstance(wanted, bool) or not isinstance(wanted, int) or not 0 <= wanted <= active_world_size:
-        raise ValueError(
-            f"world_size_filter({active_world_size}) returned {wanted!r}; "
-            f"let it return an int from 0 to {active_world_size}"
-        )
+        raise ValueError(f"world_size_filter({active_world_size}) returned {wanted!r}, no int from 0 to that")
     return wanted
 
 

@@ -412,14 +412,13 @@ class FakeStore(Store, StoreMixin):
         if not waiter.missing:
             return
         contents.waiters.append(waiter)
+        seconds = timeout.total_seconds()
         try:
-            woken = contents.clock.block(waiter, contents.clock.now() + timeout.total_seconds())
+            woken = contents.clock.block(waiter, contents.clock.now() + seconds)
         finally:
             contents.waiters = [other for other in contents.waiters if other is not waiter]
         if not woken:
-            raise DistStoreError(
-                f"{operation} timed out after {timeout.total_seconds():g} s: keys {sorted(waiter.missing)}"
-            )
+            raise DistStoreError(f"{operation} timed out after {seconds:g} s: keys {sorted(waiter.missing)}")
 
 
 def _injected(what: str, operation: str, keys: Sequence[str]) -> DistNetworkError:

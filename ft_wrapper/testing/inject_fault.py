@@ -124,10 +124,7 @@ class FaultSpec:
         if self.rank is not None and self.slot is not None:
             raise ValueError(f"rank={self.rank} and slot={self.slot} exclude each other: give one of them")
         if self.step is not None and self.where not in (Where.STEP, Where.ATOMIC):
-            raise ValueError(
-                f"step={self.step} and where={self.where.value} contradict each other: there is no step "
-                "outside the function; leave step out, or choose where=step or where=atomic"
-            )
+            raise ValueError(f"step={self.step} needs where=step or where=atomic, not {self.where.value}")
 
     @classmethod
     def parse(cls, text: str) -> "FaultSpec":

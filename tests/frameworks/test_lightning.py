@@ -216,7 +216,7 @@ def test_every_is_a_number_of_steps(ft: FT, tmp_path: Path, every: Any) -> None:
 
 
 def test_no_call_wrapper(tmp_path: Path) -> None:
-    with pytest.raises(JobAbort, match="must be the CallWrapper that the wrapped function is given"):
+    with pytest.raises(JobAbort, match="must be the CallWrapper that the function is given"):
         FT(None, tmp_path)  # type: ignore[arg-type]
 
 
