@@ -40,10 +40,6 @@ class Buffers:
         self._common: set[str] = set()  # names of the buffers among them
         self._seen: _Versions = set()
 
-    def forget(self) -> None:
-        """Forgets the copies: the state that they belong to is replaced."""
-        self._kept = None
-
     def keep(self, objects: Objects) -> None:
         """Copies what has changed. Compares all: step hooks and fused optimizers may leave no trace."""
         (buffers, live), kept, now = _find(objects), self._kept or {}, Tensors()

@@ -11,7 +11,7 @@ write of an update or a transfer until after the last.
 import contextlib
 import dataclasses
 from collections.abc import Collection, Hashable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from .plan import Copy, Held, Holding, Plan, Register, Route, Rung, make_plan
 
@@ -37,7 +37,7 @@ class Kept:
         self.failures = 0
 
 
-class Performer:
+class Performer(Protocol):
     """What the course needs done in a rank's process. What a method raises ends the iteration.
 
     Attributes:
@@ -48,7 +48,6 @@ class Performer:
 
     def atomic(self) -> contextlib.AbstractContextManager[Any]:
         """A block in which the rank is not made to leave; raises if it is to leave already."""
-        raise NotImplementedError
 
     # ---- a step
 
@@ -68,11 +67,9 @@ class Performer:
 
     def gather(self, mine: Holding) -> tuple[list[Holding], Register]:
         """Returns all active ranks' holdings, by rank, and active rank 0's reading of the register."""
-        raise NotImplementedError
 
     def copies(self) -> tuple[Copy, ...]:
         """Returns what there is in host memory."""
-        return ()
 
     def drop_step(self) -> None:
         """Drops what is left of a step that was begun: gradients, changed buffers."""
@@ -94,7 +91,6 @@ class Performer:
 
     def restore(self) -> int:
         """Loads a checkpoint, if there is one, into the objects as they were built; returns its step."""
-        return 0
 
     def differing(self, shard: Hashable, receivers: Collection[int] | None) -> tuple[Route, ...]:
         """Compares the states of all active ranks; returns what makes replicas equal.
@@ -104,7 +100,6 @@ class Performer:
             receivers: the ranks that have just received theirs from others; None: all have built or loaded
                 theirs, and the first of a shard's ranks gives it to the others.
         """
-        return ()
 
     def finish(self, plan: Plan, number: int) -> None:
         """This rank has finished a recovery, and does not know yet whether all have."""

@@ -195,7 +195,7 @@ class TorchPerformer(Performer):
         objects = self._form.build()
         with checks.ending_the_call():
             checks.check_built(objects, self._form, has_update=self._users.update is not default_update)
-        kept.buffers.forget()
+        kept.buffers = Buffers()
         kept.modes = {name: part.training for name, part in parts(objects)}
         kept.built = checks.outline(objects, self._form)
         kept.shapes = {name: tuple(each.shape) for name, each in self._form.parameters(objects).items()}

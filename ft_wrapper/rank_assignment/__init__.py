@@ -283,14 +283,10 @@ class Tree(RankAssignment):
     def __init__(
         self, layers: Sequence[Layer], world_size_filter: Callable[[int], int] | None = None
     ) -> None:
-        example = "layers=[Layer(max_ranks=8, flag=LayerFlag.RESERVE)]"
-        if isinstance(layers, Layer) or not isinstance(layers, Sequence):
-            raise TypeError(f"layers={layers!r} must be a list of Layer; pass {example}")
-        for position, layer in enumerate(layers):
-            if not isinstance(layer, Layer):
-                raise TypeError(f"layers[{position}]={layer!r} must be a Layer; pass {example}")
+        if not isinstance(layers, Sequence) or not all(isinstance(one, Layer) for one in layers):
+            raise TypeError(f"layers={layers!r} must be a list of Layer, such as [Layer(max_ranks=8)]")
         if not layers:
-            raise ValueError(f"layers={layers!r} must not be empty; pass {example}")
+            raise ValueError(f"layers={layers!r} must not be empty; pass [Layer(max_ranks=8)]")
         if world_size_filter is not None:
             check_callable("world_size_filter", world_size_filter, "world_size_filter=lambda n: n - n % 8")
         self.layers = list(layers)

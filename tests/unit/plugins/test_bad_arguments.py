@@ -57,7 +57,7 @@ from ft_wrapper.rank_assignment import (
         (lambda: Tree([]), ValueError, "layers=[]"),
         (lambda: Tree(Layer()), TypeError, "layers=Layer("),
         (lambda: Tree(None), TypeError, "layers=None"),
-        (lambda: Tree([Layer(), "node"]), TypeError, "layers[1]='node'"),
+        (lambda: Tree([Layer(), "node"]), TypeError, "'node'] must be a list of Layer"),
         (lambda: Tree([Layer()], 8), TypeError, "world_size_filter=8"),
     ],
 )
