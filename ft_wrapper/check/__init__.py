@@ -15,7 +15,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -67,121 +67,116 @@ class Finding:
         return f"{self.what}: {self.why}; {self.remedy}"
 
 
+Findings = Iterator[Finding]
+
+
 # NCCL ----------------------------------------------------------------------------------------------------
 
 
-def nccl_version(version: Sequence[int]) -> Finding | None:
+def nccl_version(version: Sequence[int]) -> Findings:
     """NCCL whose abort hangs."""
     text, found = ".".join(map(str, version)), tuple(version)
     if found < _LEAST_NCCL:
-        return Finding(f"NCCL {text}", "aborting a communicator may hang", "use 2.26.2 or newer")
+        yield Finding(f"NCCL {text}", "aborting a communicator may hang", "use 2.26.2 or newer")
     if _HANGS[0] <= found <= _HANGS[1]:
         why = "the versions from 2.28.3 to 2.28.8 are known to hang"
-        return Finding(f"NCCL {text}", why, "use 2.28.9 or newer, or 2.27")
-    return None
+        yield Finding(f"NCCL {text}", why, "use 2.28.9 or newer, or 2.27")
 
 
-def nvls(environ: Mapping[str, str]) -> Finding | None:
+def nvls(environ: Mapping[str, str]) -> Findings:
     """NVLink SHARP, whose communicators cannot be aborted reliably."""
     name = "NCCL_NVLS_ENABLE"
-    if environ.get(name) == "0":
-        return None
-    why = "an abort may fail or hang where NCCL uses NVLink SHARP"
-    return Finding(_shown(environ, name), why, f"set {name}=0")
+    if environ.get(name) != "0":
+        why = "an abort may fail or hang where NCCL uses NVLink SHARP"
+        yield Finding(_shown(environ, name), why, f"set {name}=0")
 
 
-def rethrown_errors(environ: Mapping[str, str]) -> Finding | None:
+def rethrown_errors(environ: Mapping[str, str]) -> Findings:
     """A watchdog that ends the process for a CUDA error. Unset, the wrapper sets it to 0."""
     (name,) = _RETHROW
-    if environ.get(name, "0").lower() in _FALSE:
-        return None
-    why = "torch's watchdog ends the process on a CUDA error, instead of a restart"
-    return Finding(_shown(environ, name), why, f"unset it, or set {name}=0")
+    if environ.get(name, "0").lower() not in _FALSE:
+        why = "torch's watchdog ends the process on a CUDA error, instead of a restart"
+        yield Finding(_shown(environ, name), why, f"unset it, or set {name}=0")
 
 
-def async_errors(environ: Mapping[str, str]) -> Finding | None:
+def async_errors(environ: Mapping[str, str]) -> Findings:
     """A watchdog that ends the process, or aborts while a restart does. Unset, the wrapper sets it to 0."""
-    name = next((name for name in _ASYNC_ERRORS if name in environ), None)
-    if name is None or environ[name] == "0":
-        return None
-    what = "aborts communicators beside the restart" if environ[name] == "2" else "ends the process"
-    why = f"on an NCCL error or timeout torch's watchdog {what}"
-    return Finding(_shown(environ, name), why, f"unset it, or set {name}=0")
+    name = _first(environ, _ASYNC_ERRORS)
+    if environ.get(name, "0") != "0":
+        what = "aborts communicators beside the restart" if environ[name] == "2" else "ends the process"
+        why = f"on an NCCL error or timeout torch's watchdog {what}"
+        yield Finding(_shown(environ, name), why, f"unset it, or set {name}=0")
 
 
-def heartbeat(environ: Mapping[str, str], hard_timeout: float) -> Finding | None:
+def heartbeat(environ: Mapping[str, str], hard_timeout: float) -> Findings:
     """A monitor of torch's that ends a hung process before ours does."""
     name, switch = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "TORCH_NCCL_ENABLE_MONITORING"
     try:
         seconds = float(environ.get(name, _HEARTBEAT_TIMEOUT))
     except ValueError:  # torch refuses it
-        return None
-    if seconds > hard_timeout or environ.get(switch, "1").lower() in _FALSE:
-        return None
-    why = f"torch ends a process before hard_timeout={hard_timeout:g} s, which a restart may still free"
-    what = _shown(environ, name, f"{seconds:g}")
-    return Finding(what, why, f"set it above {hard_timeout:g}, or {switch}=0")
+        return
+    if seconds <= hard_timeout and environ.get(switch, "1").lower() not in _FALSE:
+        why = f"torch ends a process before hard_timeout={hard_timeout:g} s, which a restart may still free"
+        what = _shown(environ, name, f"{seconds:g}")
+        yield Finding(what, why, f"set it above {hard_timeout:g}, or {switch}=0")
 
 
-def group_timeout(timeout: timedelta, hard_timeout: float) -> Finding | None:
+def group_timeout(timeout: timedelta, hard_timeout: float) -> Findings:
     """Collectives that time out while the function may still hang."""
     seconds = timeout.total_seconds()
-    if seconds > hard_timeout:
-        return None
-    what = f"process groups time out after {seconds:g} s by default"
-    why = f"torch's watchdog acts on a hang before hard_timeout={hard_timeout:g} s"
-    return Finding(what, why, f"pass init_process_group a timeout above {hard_timeout:g} s")
+    if seconds <= hard_timeout:
+        what = f"process groups time out after {seconds:g} s by default"
+        why = f"torch's watchdog acts on a hang before hard_timeout={hard_timeout:g} s"
+        yield Finding(what, why, f"pass init_process_group a timeout above {hard_timeout:g} s")
 
 
-def flight_recorder(environ: Mapping[str, str]) -> Finding | None:
+def flight_recorder(environ: Mapping[str, str]) -> Findings:
     """No record of the collectives."""
-    name = next((name for name in _FLIGHT_RECORDER if name in environ), None)
-    if name is None or environ[name] != "0":  # torch's default is 2000
-        return None
-    why = "Flight Recorder is off, and a hang leaves no trace of the collectives"
-    return Finding(_shown(environ, name), why, "set TORCH_FR_BUFFER_SIZE=2000")
+    name = _first(environ, _FLIGHT_RECORDER)
+    if environ.get(name) == "0":  # torch's default is 2000
+        why = "Flight Recorder is off, and a hang leaves no trace of the collectives"
+        yield Finding(_shown(environ, name), why, "set TORCH_FR_BUFFER_SIZE=2000")
 
 
 # The machine -----------------------------------------------------------------------------------------------
 
 
-def open_files(limit: int, world_size: int) -> Finding | None:
+def open_files(limit: int, world_size: int) -> Findings:
     """Too few files for a rank."""
     needed = _FILES + _FILES_OF_A_PEER * world_size
-    if limit >= needed:
-        return None
-    why = f"a rank of {world_size} may need {needed}: a connection to each peer in each group is one"
-    return Finding(f"limit of {limit} open files", why, f"ulimit -n {needed}")
+    if limit < needed:
+        why = f"a rank of {world_size} may need {needed}: a connection to each peer in each group is one"
+        yield Finding(f"limit of {limit} open files", why, f"ulimit -n {needed}")
 
 
-def shared_memory(free: int | None) -> Finding | None:
+def shared_memory(free: int | None) -> Findings:
     """A /dev/shm that is nearly full, that a container has by default, or that is not there."""
-    if free is not None and free > _LEAST_SHARED_MEMORY:
-        return None
-    what = "no /dev/shm" if free is None else f"{free >> 20} MiB free in /dev/shm"
-    why = "data loaders and NCCL keep what they share there, and die by SIGBUS where it is full"
-    return Finding(what, why, "empty it, or give the container more: --shm-size=8g, or a memory volume")
+    if free is None or free <= _LEAST_SHARED_MEMORY:
+        what = "no /dev/shm" if free is None else f"{free >> 20} MiB free in /dev/shm"
+        why = "data loaders and NCCL keep what they share there, and die by SIGBUS where it is full"
+        yield Finding(what, why, "empty it, or give the container more: --shm-size=8g, or a memory volume")
 
 
-def clock(now: float, is_synchronized: bool, nodes: int) -> Finding | None:
+def clock(now: float, is_synchronized: bool, nodes: int) -> Findings:
     """A clock that is wrong, or that drifts away from the other nodes'."""
     remedy = "run chrony or systemd-timesyncd"
     if now < _RELEASED:
         what = f"the clock says {time.strftime('%Y-%m-%d', time.gmtime(now))}"
-        return Finding(what, "certificates are refused, and log lines misplaced", remedy)
-    if is_synchronized or nodes == 1:
-        return None
-    return Finding("the clock is not synchronized", "log lines of several nodes have no common order", remedy)
+        yield Finding(what, "certificates are refused, and log lines misplaced", remedy)
+    elif not is_synchronized and nodes > 1:
+        why = "log lines of several nodes have no common order"
+        yield Finding("the clock is not synchronized", why, remedy)
 
 
-def gloo_interface(environ: Mapping[str, str], present: Collection[str]) -> Finding | None:
+def gloo_interface(environ: Mapping[str, str], present: Collection[str]) -> Findings:
     """An interface for gloo that is not there."""
     name = "GLOO_SOCKET_IFNAME"
     missing = [one for one in environ.get(name, "").split(",") if one and one not in present]
-    return _no_interface(environ, name, "gloo", ", ".join(missing), present) if missing else None
+    if missing:
+        yield _no_interface(environ, name, "gloo", ", ".join(missing), present)
 
 
-def nccl_interface(environ: Mapping[str, str], present: Collection[str]) -> Finding | None:
+def nccl_interface(environ: Mapping[str, str], present: Collection[str]) -> Findings:
     """An interface for NCCL that is not there. It takes prefixes; ``=``: whole names, ``^``: all others."""
     name = "NCCL_SOCKET_IFNAME"
     text = environ.get(name, "")
@@ -189,10 +184,11 @@ def nccl_interface(environ: Mapping[str, str], present: Collection[str]) -> Find
     is_exact, text = text.startswith("="), text.removeprefix("=")
     named = tuple(one for one in text.split(",") if one)
     taken = [one for one in present if (one in named if is_exact else one.startswith(named)) is not excludes]
-    return _no_interface(environ, name, "NCCL", environ[name], present) if named and not taken else None
+    if named and not taken:
+        yield _no_interface(environ, name, "NCCL", environ[name], present)
 
 
-def own_name(name: str, addresses: Collection[str], environ: Mapping[str, str], nodes: int) -> Finding | None:
+def own_name(name: str, addresses: Collection[str], environ: Mapping[str, str], nodes: int) -> Findings:
     """A host name by which gloo gives other nodes an address that they cannot reach.
 
     Args:
@@ -201,30 +197,30 @@ def own_name(name: str, addresses: Collection[str], environ: Mapping[str, str], 
         environ: the variables.
         nodes: how many the job has; alone, the loopback will do.
     """
-    if nodes == 1 or environ.get("GLOO_SOCKET_IFNAME"):
-        return None
-    if not all(ipaddress.ip_address(one).is_loopback for one in addresses):
-        return None
-    what = "leads to the loopback only" if addresses else "cannot be looked up"
-    why = "gloo gives other nodes an address at which they do not reach this one"
-    remedy = f"set GLOO_SOCKET_IFNAME, or give {name} its address in /etc/hosts or DNS"
-    return Finding(f"this host's name {name} {what}", why, remedy)
+    is_asked = nodes > 1 and not environ.get("GLOO_SOCKET_IFNAME")
+    if is_asked and all(ipaddress.ip_address(one).is_loopback for one in addresses):
+        what = "leads to the loopback only" if addresses else "cannot be looked up"
+        why = "gloo gives other nodes an address at which they do not reach this one"
+        remedy = f"set GLOO_SOCKET_IFNAME, or give {name} its address in /etc/hosts or DNS"
+        yield Finding(f"this host's name {name} {what}", why, remedy)
 
 
-def reverse_lookup(host: str, seconds: float) -> Finding | None:
+def reverse_lookup(host: str, seconds: float) -> Findings:
     """The name of a store's address takes long to look up.
 
     Args:
         host: of the store.
         seconds: how long it took.
     """
-    if seconds < _SLOW_LOOKUP:
-        return None
-    why = (
-        "torch asks for the name of its peer at each new connection to a store, so restarts may take as long"
-    )
-    remedy = "put the addresses of all nodes into /etc/hosts, or run a cache of names; see docs: launching"
-    return Finding(f"the reverse look-up of {host} took {seconds:.2g} s", why, remedy)
+    if seconds >= _SLOW_LOOKUP:
+        why = "torch asks for a peer's name at each new connection to a store, so restarts may take as long"
+        remedy = "put all nodes' addresses into /etc/hosts, or run a cache of names; see docs: launching"
+        yield Finding(f"the reverse look-up of {host} took {seconds:.2g} s", why, remedy)
+
+
+def _first(environ: Mapping[str, str], names: Sequence[str]) -> str:
+    """Of torch's names for one variable the one that counts."""
+    return next((name for name in names if name in environ), names[0])
 
 
 def _shown(environ: Mapping[str, str], name: str, default: str = "") -> str:
@@ -262,24 +258,24 @@ def preflight(
     host = socket.gethostname()
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     found = [
-        open_files(files, world_size or _number(environ, "WORLD_SIZE")),
-        shared_memory(_free_shared_memory()),
-        clock(time.time(), _is_clock_synchronized(), nodes),
-        gloo_interface(environ, present),
-        own_name(host, _addresses(host) if nodes > 1 else (), environ, nodes),
+        *open_files(files, world_size or _number(environ, "WORLD_SIZE")),
+        *shared_memory(_free_shared_memory()),
+        *clock(time.time(), _is_clock_synchronized(), nodes),
+        *gloo_interface(environ, present),
+        *own_name(host, _addresses(host) if nodes > 1 else (), environ, nodes),
     ]
     if has_cuda():
         found += [
-            nccl_version(_installed_nccl()),
-            nvls(environ),
-            rethrown_errors(environ),
-            async_errors(environ),
-            heartbeat(environ, hard_timeout),
-            group_timeout(constants.default_pg_nccl_timeout or _GROUP_TIMEOUT, hard_timeout),
-            flight_recorder(environ),
-            nccl_interface(environ, present),
+            *nccl_version(_installed_nccl()),
+            *nvls(environ),
+            *rethrown_errors(environ),
+            *async_errors(environ),
+            *heartbeat(environ, hard_timeout),
+            *group_timeout(constants.default_pg_nccl_timeout or _GROUP_TIMEOUT, hard_timeout),
+            *flight_recorder(environ),
+            *nccl_interface(environ, present),
         ]
-    return [finding for finding in found if finding is not None]
+    return found
 
 
 def has_cuda() -> bool:

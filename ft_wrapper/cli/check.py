@@ -24,8 +24,7 @@ def print_findings(options: Options) -> int:
     found = check.preflight(os.environ, nodes=nodes, world_size=world_size)
     endpoint = "" if options.rendezvous is None else options.rendezvous.endpoint
     host = split_host_port(endpoint.partition(",")[0])[0] or "127.0.0.1"
-    slow = reverse_lookup(host, _lookup_seconds(host))
-    found += [] if slow is None else [slow]
+    found += reverse_lookup(host, _lookup_seconds(host))
     script = options.program.script
     if script is not None and not options.program.is_module and not os.access(script, os.R_OK):
         found.append(Finding(f"script {script}", "it cannot be read by this user", f"chmod a+r {script}"))

@@ -7,7 +7,7 @@ import os
 import resource
 import shutil
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +35,7 @@ BEAT, GLOO = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "GLOO_SOCKET_IFNAME"
 OLDER, NVLS = "NCCL_ASYNC_ERROR_HANDLING", "NCCL_NVLS_ENABLE"
 MINUTES = timedelta(minutes=10)
 # What looks; with what it finds something, and with what it does not; what to do.
-LOOKS: list[tuple[Callable[..., Finding | None], list[tuple[Any, ...]], list[tuple[Any, ...]], str]] = [
+LOOKS: list[tuple[Callable[..., Iterator[Finding]], list[tuple[Any, ...]], list[tuple[Any, ...]], str]] = [
     (
         lambda *version: check.nccl_version(version),
         [(2, 25, 1), (2, 28, 3), (2, 28, 8)],
@@ -100,16 +100,15 @@ LOOKS: list[tuple[Callable[..., Finding | None], list[tuple[Any, ...]], list[tup
 
 @pytest.mark.parametrize(("look", "wrong", "right", "remedy"), LOOKS)
 def test_what_is_wrong_is_found_with_a_remedy_and_what_is_right_is_not(
-    look: Callable[..., Finding | None],
+    look: Callable[..., Iterator[Finding]],
     wrong: list[tuple[Any, ...]],
     right: list[tuple[Any, ...]],
     remedy: str,
 ) -> None:
     for arguments in wrong:
-        found = look(*arguments)
-        assert found is not None, arguments
+        (found,) = look(*arguments)
         assert remedy in found.remedy and all(dataclasses.astuple(found)) and "\n" not in str(found)
-    assert [look(*arguments) for arguments in right] == [None] * len(right)
+    assert [one for arguments in right for one in look(*arguments)] == []
 
 
 # The machine -----------------------------------------------------------------------------------------------
