@@ -250,11 +250,7 @@ class TorchPerformer(Performer):
     def _move(self, routes: tuple[Route, ...], source: Callable[[], Flat]) -> Flat | None:
         timeout = self._services.settings.soft_timeout / 2
         host, sign = self._host, self._sign
-        moved = move(routes, self.rank, source, self._gather, host=host, timeout=timeout, sign=sign)
-        if moved.bytes:
-            event = "sent" if moved.flat is None else "received"
-            self._services.emit(event, bytes=moved.bytes, seconds=moved.seconds)
-        return moved.flat
+        return move(routes, self.rank, source, self._gather, host=host, timeout=timeout, sign=sign).flat
 
     def rebind(self) -> None:
         """See `Performer`."""

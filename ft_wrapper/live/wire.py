@@ -407,12 +407,10 @@ class Moved(NamedTuple):
     Args:
         flat: what was received, in memory of its own; None if nothing was.
         bytes: how many were sent and received.
-        seconds: how long it took.
     """
 
     flat: Flat | None = None
     bytes: int = 0
-    seconds: float = 0.0
 
 
 def move(
@@ -448,7 +446,6 @@ def move(
     """
     if not routes:
         return Moved()
-    began = time.monotonic()
     flat = source() if any(rank in route.holders for route in routes) else Flat(b"", [])
     is_first = any(route.holders[0] == rank for route in routes)
     received = Flat(b"", [])
@@ -471,7 +468,7 @@ def move(
         streams += [Stream(lines, of, False, received.tensors, part, at) for of, part in coming.items()]
         carry(streams, timeout)
     total = sum(stream.done - _END for stream in streams)
-    return Moved(received if coming else None, total, time.monotonic() - began)
+    return Moved(received if coming else None, total)
 
 
 class Stream:

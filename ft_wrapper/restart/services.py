@@ -28,7 +28,6 @@ class Services:
         settings: durations, switches and plug-ins.
         store: the job's, which outlives iterations.
         atomic: see `CallWrapper.atomic`.
-        emit: writes an event of this rank.
         has_failed: whether the current iteration has ended by a fault.
         group: the default process group, if it outlives iterations.
         tracker: tracks objects that should not outlive the iteration in which the function made them.
@@ -41,7 +40,7 @@ class Services:
     def __init__(self, own: Resources) -> None:
         self.settings, self.store = own.settings, own.member.agreement.store
         self.atomic = own.interrupter.atomic
-        self.emit, self.has_failed = own.member.emit, own.member.has_failed
+        self.has_failed = own.member.has_failed
         self.group = KeptGroup(own.settings.limits.keep_groups)
         self.tracker = begin_tracking()
         self.kept: dict[str, Any] = {}
