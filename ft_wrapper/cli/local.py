@@ -71,7 +71,7 @@ def _answer(listening: socket.socket, job: Callable[[], LocalJob]) -> None:
                 connection.settimeout(_PATIENCE)
                 found = job()
                 connection.sendall(json.dumps(dataclasses.asdict(found)).encode() + b"\n")
-                from .stores import read_now  # not before somebody asks
+                from .control import read_now  # not before somebody asks
 
                 connection.sendall(read_now(found.names[0]).encode() + b"\n")
 

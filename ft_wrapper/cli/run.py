@@ -1,5 +1,6 @@
 """A job that ``ftrun`` starts, from its arguments to its exit code."""
 
+import copy
 import dataclasses
 import logging
 import os
@@ -8,29 +9,48 @@ import socket
 import stat
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import Std
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from .. import events
+from .. import check, events
 from .._files import replace_broken_streams
 from .._text import without_secrets
 from ..agent import outputs
 from ..agent.agent import Agent
+from ..agent.ft_nodes import FtNodes, OneNode
 from ..agent.nodes import CannotStart, Nodes, exit_code_of
 from ..agent.options import Options
 from ..agent.options import parse_args as parse_args
+from ..agent.policy import Policy
 from ..agent.rounds import End, JobResult
+from ..agent.torch_api.classic_nodes import ClassicNodes
+from ..check import Finding, reverse_lookup
 from ..log_lines import JSON, choose_format, make_formatter, note_node
+from ..rendezvous.backends import DEFAULT_PORT, make_backend
+from ..rendezvous.settings import ETCD_NAMES, NAME, etcd_address, read_parameters, read_timeout
 from ..store import secret
-from .check import print_findings
-from .local import served
-from .meeting import local_job, meet
+from ..store.address import (
+    address_of_this_node,
+    canonical,
+    host_port,
+    is_this_host,
+    loopback,
+    split_host_port,
+)
+from .local import LocalJob, served
 
 # The name of the public module.
 log = logging.getLogger("ft_wrapper.run")
+
+NO_CUDA = "no CUDA: what concerns NCCL is not checked"
 
 
 def run(options: Options) -> int:
@@ -175,3 +195,114 @@ def start_job(argv: Sequence[str], level: str) -> int:
     for warning in options.warnings:
         log.warning("%s", warning)
     return print_findings(options) if options.check else run(options)
+
+
+# How its nodes find each other ------------------------------------------------------------------------------
+
+
+def meet(options: Options) -> Nodes:
+    """This node's part among the others. Does not connect yet.
+
+    Args:
+        options: the job.
+    """
+    parameters = options.rendezvous
+    if parameters is None:
+        at, check = (_address_alone(options.address), options.port), options.node_check
+        return OneNode(options.nproc_per_node, *at, role=options.role, check=check)
+    if parameters.backend in (NAME, *ETCD_NAMES):
+        return _ft(options, parameters)
+    return _classic(options, parameters)
+
+
+def local_job(options: Options, nodes: Nodes) -> LocalJob:
+    """What ``ftrun status`` finds of the job on this host.
+
+    Args:
+        options: the job.
+        nodes: as `meet` has made it.
+    """
+    parameters, endpoint = options.rendezvous, nodes.store
+    if parameters is not None and parameters.backend in ETCD_NAMES:
+        endpoint = str(etcd_address(parameters))
+    elif parameters is not None and parameters.backend == NAME:
+        host, port = parse_rendezvous_endpoint(parameters.endpoint, DEFAULT_PORT)
+        endpoint = host_port(host, port) if port else endpoint
+    return LocalJob(
+        [endpoint, *map(canonical, filter(None, (endpoint, nodes.store)))], options.script, os.getpid()
+    )
+
+
+def _address_alone(given: str) -> str:
+    """Where a node that is alone hosts its store: where the user says, if that is this host."""
+    if given and not is_this_host(given):
+        log.warning("--master-addr %s leads to no address of this host: its ranks use %s", given, loopback())
+        return loopback()
+    return given or loopback()
+
+
+def _ft(options: Options, parameters: RendezvousParameters) -> FtNodes:
+    settings, identity = read_parameters(parameters)
+    agreed = {"restart_policy": options.policy.value, "max_restarts": str(options.max_restarts)}
+    # A node that says less agrees with nodes of a version that had no such options.
+    more = {"active_world_size": options.active_world_size, "spare_nodes": options.spare_nodes}
+    agreed |= {name: str(number) for name, number in more.items() if number}
+    return FtNodes(
+        lambda: make_backend(parameters),
+        dataclasses.replace(settings, agreed=agreed),
+        identity,
+        replaces=options.policy is not Policy.GROUP,
+        exit_barrier_timeout=options.exit_barrier_timeout,
+        check=options.node_check,
+        where=f"{parameters.endpoint}, at most {read_timeout(parameters):g} s",
+    )
+
+
+def _classic(options: Options, parameters: RendezvousParameters) -> ClassicNodes:
+    host_name, _ = parse_rendezvous_endpoint(parameters.endpoint, DEFAULT_PORT)
+    parameters = copy.copy(parameters)
+    parameters.local_addr = parameters.local_addr or address_of_this_node(host_name)
+    spec = WorkerSpec(
+        options.role,
+        options.nproc_per_node,
+        None,  # type: ignore[arg-type]  # the handler is made with the first round
+        entrypoint=options.script,
+        monitor_interval=options.monitor_interval,
+        local_addr=parameters.local_addr,
+    )
+    return ClassicNodes(spec, options.exit_barrier_timeout, lambda: get_rendezvous_handler(parameters))
+
+
+# What may go wrong with it, for ``--check`` -----------------------------------------------------------------
+
+
+def print_findings(options: Options) -> int:
+    """Prints what may go wrong with the job on this node; returns the exit code: 1 if something may.
+
+    Args:
+        options: the job.
+    """
+    nodes = 1 if options.rendezvous is None else options.rendezvous.max_nodes
+    world_size = nodes * options.nproc_per_node
+    found = check.preflight(os.environ, nodes=nodes, world_size=world_size)
+    endpoint = "" if options.rendezvous is None else options.rendezvous.endpoint
+    host = split_host_port(endpoint.partition(",")[0])[0] or "127.0.0.1"
+    found += reverse_lookup(host, _lookup_seconds(host))
+    script = options.program.script
+    if script is not None and not options.program.is_module and not os.access(script, os.R_OK):
+        found.append(Finding(f"script {script}", "it cannot be read by this user", f"chmod a+r {script}"))
+    if not check.has_cuda():
+        print(NO_CUDA)
+    for line in map(str, found) if found else ["nothing found"]:
+        print(line)
+    return 1 if found else 0
+
+
+def _lookup_seconds(host: str) -> float:
+    """How long the name of an address takes to look up, in the form in which torch's client asks."""
+    began = 0.0
+    with suppress(OSError):
+        address = socket.getaddrinfo(host, 0, socket.AF_INET6, flags=socket.AI_V4MAPPED)[0][4]
+        began = time.perf_counter()
+        socket.getnameinfo(address, 0)
+    return time.perf_counter() - began if began else 0.0

@@ -16,9 +16,8 @@ import pytest
 
 from ft_wrapper import check
 from ft_wrapper.check import Finding
-from ft_wrapper.cli import check as cli_check
 from ft_wrapper.cli import run
-from ft_wrapper.cli.check import NO_CUDA
+from ft_wrapper.cli.run import NO_CUDA
 from ft_wrapper.run import main
 
 NOW = 1_800_000_000.0
@@ -176,15 +175,15 @@ def without_cuda(good: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "has_cuda", lambda: False)
     monkeypatch.setattr(run, "_set_up_logging", lambda *_: None)  # it would stay
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    monkeypatch.setattr(cli_check, "_lookup_seconds", lambda host: 0.0)
+    monkeypatch.setattr(run, "_lookup_seconds", lambda host: 0.0)
 
 
 def test_the_name_service_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """As torch asks: for an IPv4 address that is written as an IPv6 one."""
     asked: list[str] = []
     monkeypatch.setattr(socket, "getnameinfo", lambda address, flags: asked.append(address[0]))
-    assert cli_check._lookup_seconds("127.0.0.1") > 0.0
-    assert cli_check._lookup_seconds("no-such-host.invalid") == 0.0
+    assert run._lookup_seconds("127.0.0.1") > 0.0
+    assert run._lookup_seconds("no-such-host.invalid") == 0.0
     assert asked == ["::ffff:127.0.0.1"]
 
 
@@ -207,7 +206,7 @@ def test_the_options_count(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
         assert "nothing found" in finds(*nodes, "2")
         assert "a rank of 512" in finds(*nodes, "2:64")
     with monkeypatch.context() as patch:
-        patch.setattr(cli_check, "_lookup_seconds", lambda host: 5.0)
+        patch.setattr(run, "_lookup_seconds", lambda host: 5.0)
         assert "the reverse look-up of 127.0.0.1 took 5 s" in finds()
         assert "the reverse look-up of other took 5 s: torch asks" in finds(*nodes, "2")
     monkeypatch.setattr(check, "has_cuda", lambda: True)

@@ -51,7 +51,7 @@ class Budget:
 
 LINES = {
     "top": Budget(990, 1355, CORE),
-    "cli": Budget(700, 782, SHELL),
+    "cli": Budget(700, 761, SHELL),
     "restart": Budget(1200, 1471, CORE),
     "rank_assignment": Budget(500),
     "protocol": Budget(2170, 2264, CORE),

@@ -15,7 +15,8 @@ from agent_job import FTRUN, TIMEOUT, FtRun, await_that
 from support.warm_ftrun import run_python, start_python
 from test_nodes import Cluster
 
-from ft_wrapper.cli import commands, control
+from ft_wrapper.cli import control
+from ft_wrapper.cli import main as cli
 from ft_wrapper.cli.main import main
 from ft_wrapper.exception import StoreError
 from ft_wrapper.store import TCPStoreServer
@@ -264,17 +265,17 @@ def test_what_a_drain_is_asked_of_is_read_before_it_connects(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(commands, "_check_listens", lambda _: None)
+    monkeypatch.setattr(cli, "_check_listens", lambda _: None)
     monkeypatch.setattr(control, "drain", lambda _, target, *__: asked.append(target) or "done")
     good = ["0", "node-7", "node:0", "slot:3", "slot", "node", "a:b", "Knoten 7\n"]
-    assert [commands.main_drain([target, "localhost:1"]) for target in good] == [0] * len(good)
+    assert [cli.main_drain([target, "localhost:1"]) for target in good] == [0] * len(good)
     assert asked == good
     for target in ("", "slot:", "slot:x", "slot:-1", "slot:1.5", "node:"):
         with pytest.raises(SystemExit, match="2"):
-            commands.main_drain([target, "localhost:1"])
+            cli.main_drain([target, "localhost:1"])
         assert f"{target!r}: name a node or a slot" in capsys.readouterr().err
     for within in ("-1", "inf", "nan", "soon", "1e300"):
         with pytest.raises(SystemExit, match="2"):
-            commands.main_drain(["0", "localhost:1", "--within", within])
+            cli.main_drain(["0", "localhost:1", "--within", within])
         assert "--within" in capsys.readouterr().err
     assert asked == good

@@ -14,7 +14,7 @@ from test_network import PORT, Network, _ip, made
 from test_nodes import CONF, WRAPPED
 
 from ft_wrapper.agent.options import parse_args
-from ft_wrapper.cli.meeting import meet
+from ft_wrapper.cli.run import meet
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from support.warm_ftrun import start_python
 from ft_wrapper.agent.options import Options, Parser, make_parser, parse_args
 from ft_wrapper.agent.outputs import ERROR_FILE_ENV, PREFIX_ENV
 from ft_wrapper.cli.main import level_of_ftrun
-from ft_wrapper.cli.meeting import meet
+from ft_wrapper.cli.run import meet
 from ft_wrapper.run import main
 from ft_wrapper.settings import LONGEST
 

@@ -17,7 +17,7 @@ from ft_wrapper.agent.options import Options, make_parser, parse_args
 from ft_wrapper.agent.outputs import Logs
 from ft_wrapper.agent.process import Job
 from ft_wrapper.agent.rounds import alone
-from ft_wrapper.cli.meeting import meet
+from ft_wrapper.cli.run import meet
 from ft_wrapper.rank_assignment import MaxActiveWorldSize, ShiftRanks
 from ft_wrapper.rendezvous.settings import Identity, RendezvousSettings, read_parameters
 from ft_wrapper.store.secret import AGENT_ENV

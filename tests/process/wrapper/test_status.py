@@ -23,7 +23,8 @@ from rejoin_job import Training
 from support.warm_ftrun import start_python
 
 from ft_wrapper.attribution import Interruption
-from ft_wrapper.cli import commands, local, status, stores
+from ft_wrapper.cli import control, local, status
+from ft_wrapper.cli import main as cli
 from ft_wrapper.cli.main import main
 from ft_wrapper.cli.status import COMPLETED, NOT_FORMED, RUNNING, read_status, watch
 from ft_wrapper.protocol import Agreement
@@ -83,7 +84,7 @@ def test_watching_prints_each_status_once(
     rank = status.RankStatus(1, 2, None, "gpu\x1b[31m7", None, False)
     job = status.Status(RUNNING, 0, 3, 1, 1, (rank,), "rank 1 raised [red]KeyError[/red]")
     found = [job, job, dataclasses.replace(job, state=COMPLETED)]
-    monkeypatch.setattr(commands, "_statuses", lambda *_: iter(found))
+    monkeypatch.setattr(cli, "_statuses", lambda *_: iter(found))
     assert main(["status", "127.0.0.1:29400", "--watch"]) == 0
     shown = capsys.readouterr().out
     assert [line for line in shown.splitlines() if "iteration 3" in line] == [
@@ -122,7 +123,7 @@ def test_a_job_that_has_not_formed() -> None:
 def test_a_job_that_goes_to_another_round_is_watched_there(
     stays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stores, "TIMEOUT", timedelta(seconds=0.5))
+    monkeypatch.setattr(control, "TIMEOUT", timedelta(seconds=0.5))
     node = Node("7", address="here")
     seat = Seat(0, 0, 1, "default", node, "7")
     record = RendezvousRecord(2, 2, complete=True, seats=(seat,))
@@ -134,7 +135,7 @@ def test_a_job_that_goes_to_another_round_is_watched_there(
         register = RecordRegister(store, RendezvousRecord(2, 2))
         snapshot, _ = register.replace(register.read(), record)
         store.set(endpoint_key(0), first)
-        statuses = stores.follow(meeting, 0.1, opened)
+        statuses = control.follow(meeting, 0.1, opened)
         assert [one.place for one in next(statuses).nodes] == ["seat"]
         if not stays:
             ends[1].close()
@@ -161,7 +162,7 @@ def test_a_job_that_has_ended_before_its_nodes_met_is_not_watched() -> None:
         )
         register = RecordRegister(store, RendezvousRecord(2, 2))
         register.replace(register.read(), close(RendezvousRecord(2, 2), "too few"))
-        (found,) = stores.follow(f"localhost:{server.port}", 60.0, opened)
+        (found,) = control.follow(f"localhost:{server.port}", 60.0, opened)
         assert found.state == NOT_FORMED
 
 
@@ -224,7 +225,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """How the jobs stand, by their endpoints."""
     found = {"127.0.0.1:7": status.Status(RUNNING, 0, 3).to_json(), "h:8": ""}
-    monkeypatch.setattr(stores, "read_now", lambda endpoint: found[endpoint])
+    monkeypatch.setattr(control, "read_now", lambda endpoint: found[endpoint])
     return found
 
 
@@ -303,7 +304,7 @@ def test_a_job_whose_store_does_not_answer_is_found_all_the_same(
         over.wait(60)
         return ""
 
-    monkeypatch.setattr(stores, "read_now", read_now)
+    monkeypatch.setattr(control, "read_now", read_now)
     monkeypatch.setattr(local, "_PATIENCE", 0.2)
     with local.served(job_at("h:8")):
         assert [(job.pid, said) for job, said in local.jobs_here()] == [(1, "")]
