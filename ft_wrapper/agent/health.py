@@ -1,14 +1,15 @@
-"""Whether the agent's main loop is alive, by HTTP.
+"""What the agent answers by HTTP: its main loop's health, its ranks' metrics.
 
 With ``TORCHELASTIC_HEALTH_CHECK_PORT`` set, a GET of any path is answered 200 if the loop is, and 503 if it
 is not, with a few facts as JSON. Only this host reaches a bare port. The loop sleeps while nothing happens,
 so it is woken and asked to answer, within ``TORCHELASTIC_HEALTH_CHECK_TIMEOUT`` seconds (60). ``/metrics`` is
-for Prometheus (`metrics`). A POST of ``/drain?within=SECONDS`` from this host asks that this node leave the
+for Prometheus. A POST of ``/drain?within=SECONDS`` from this host asks that this node leave the
 job in order, before it is lost.
 """
 
 import contextlib
 import errno
+import functools
 import io
 import ipaddress
 import json
@@ -20,21 +21,24 @@ import socketserver
 import threading
 import time
 import urllib.parse
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from multiprocessing import connection
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from torch.distributed.elastic.agent.server import local_elastic_agent as theirs
 
+from ..attribution import Interruption
 from ..store.address import host_port, loopback, split_host_port
-from .group import Group
-from .metrics import metrics
+from .group import BOUNDS, PHASES, RANK_STATES, Group, Histogram
 from .nodes import CannotStart, Inbox, Nodes
 from .rounds import News, What
 
 if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+    _Kind = type[CounterMetricFamily | GaugeMetricFamily]
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +52,13 @@ _CLIENT_TIMEOUT = 5.0  # seconds in which a client has to send its request, and 
 _MOST_CONNECTIONS = 32  # at once; further ones are closed
 _LONGEST_REQUEST = 65536  # bytes
 _NEVER = 3600.0  # seconds between two looks whether to end: `Health.__exit__` wakes the thread
+#: What restarts are counted by, see `RestartReport.kind`.
+CAUSES = (*(kind.name.lower() for kind in Interruption), "join", "unknown")
+#: How nodes stand in the rendezvous.
+NODE_STATES = ("active", "lost", "waiting", "spare")
+
+# By the label; or one without it, or none at all.
+_Values = Mapping[str, float] | float | None
 
 
 class Health(socketserver.ThreadingMixIn, WSGIServer):
@@ -64,6 +75,7 @@ class Health(socketserver.ThreadingMixIn, WSGIServer):
     """
 
     request_queue_size = _MOST_CONNECTIONS
+    daemon_threads = True  # the end waits for no client
 
     def __init__(self, host: str, port: int, answer: "WSGIApplication", inbox: Inbox) -> None:
         found = socket.getaddrinfo(host or loopback(), port, type=socket.SOCK_STREAM)
@@ -72,7 +84,6 @@ class Health(socketserver.ThreadingMixIn, WSGIServer):
         self.set_app(answer)
         self._inbox = inbox
         self._connections: set[socket.socket] = set()
-        self.ended, self._end = socket.socketpair()  # the first is readable from the end on
         self._thread = threading.Thread(target=self.serve_forever, args=(_NEVER,), name="ft_wrapper-health")
 
     def server_bind(self) -> None:
@@ -85,13 +96,11 @@ class Health(socketserver.ThreadingMixIn, WSGIServer):
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Those that ask whether the loop is alive get their answer.
-        with self._inbox.unattended(), self.ended:
-            self._end.close()
+        with self._inbox.unattended():  # those that ask whether the loop is alive get their answer
             self.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread, which does not poll
             self.shutdown()
             self._thread.join()
-            self.server_close()  # waits for the threads of all requests
+            self.server_close()
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
         self._connections.add(request)
@@ -106,16 +115,14 @@ class Health(socketserver.ThreadingMixIn, WSGIServer):
 
 
 class _Handler(WSGIRequestHandler):
-    server: Health
     timeout = _CLIENT_TIMEOUT
 
     def handle(self) -> None:
         """Reads the whole request first: a client that sends it byte by byte gets no more time."""
         request, deadline = b"", time.monotonic() + self.timeout
         while b"\n\n" not in request.replace(b"\r", b""):
-            left = max(0.0, deadline - time.monotonic())
-            ready = connection.wait([self.connection, self.server.ended], left)
-            data = self.connection.recv(_LONGEST_REQUEST) if self.connection in ready else b""
+            ready = connection.wait([self.connection], max(0.0, deadline - time.monotonic()))
+            data = self.connection.recv(_LONGEST_REQUEST) if ready else b""
             if not data or len(request) > _LONGEST_REQUEST:
                 return
             request += data
@@ -142,7 +149,7 @@ def application(group: Group, nodes: Nodes, run_id: str, timeout: float) -> "WSG
             return for_prometheus(environ, start_response)
         if (environ["PATH_INFO"], environ["REQUEST_METHOD"]) == ("/drain", "POST"):
             return _drain(environ, start_response, nodes.inbox)
-        alive = nodes.inbox.knock().wait(timeout)
+        alive = nodes.inbox.is_attended(timeout)
         body = json.dumps({"alive": alive, **facts(group)}).encode()
         headers = [("Content-Type", "application/json"), ("Content-Length", str(len(body)))]
         start_response("200 OK" if alive else "503 Service Unavailable", headers)
@@ -250,3 +257,97 @@ def _seconds(text: str) -> float:
         return float(text)
     except ValueError:
         return math.nan
+
+
+# For Prometheus --------------------------------------------------------------------------------------------
+#
+# All of it stands in this process's memory, and in what its ranks share with it: neither they nor a store are
+# asked. What is not known has no sample. Counters and times of ranks are this node's own; see
+# docs/monitoring.md for what may be added up over nodes.
+
+
+def metrics(group: Group, nodes: Nodes, run_id: str) -> "WSGIApplication":
+    """What answers ``/metrics``; without prometheus-client, with words that say so.
+
+    Args:
+        group: this node's workers.
+        nodes: all nodes.
+        run_id: of the job.
+    """
+    try:
+        from prometheus_client import CollectorRegistry, make_wsgi_app
+    except ImportError:
+        return _without_metrics
+    registry = CollectorRegistry()
+    registry.register(_Collector(group, nodes, run_id))
+    app: WSGIApplication = make_wsgi_app(registry)
+    return app
+
+
+def _without_metrics(environ: "WSGIEnvironment", start_response: "StartResponse") -> Iterable[bytes]:
+    start_response("404 Not Found", [("Content-Type", "text/plain")])
+    return [b"install ft-wrapper[prometheus] for metrics\n"]
+
+
+class _Collector:
+    def __init__(self, group: Group, nodes: Nodes, run_id: str) -> None:
+        self._group = group
+        self._nodes = nodes
+        self._run_id = run_id
+
+    def collect(self) -> "Iterator[Metric]":
+        from prometheus_client import core
+
+        counter = functools.partial(self._filled, core.CounterMetricFamily)
+        gauge = functools.partial(self._filled, core.GaugeMetricFamily)
+        known = self._group.rank_metrics.read()
+        restarts = _all(CAUSES, known.restarts)
+        states = {**known.states, "gone": len(self._group.missing)}
+        yield counter("restarts", "Restarts; one node counts each", restarts, "cause")
+        yield self._histogram("restart_seconds", "How long restarts took, by phase", known.phases)
+        yield gauge("ranks", "Ranks of this node", _all(RANK_STATES, states), "state")
+        yield gauge("iteration", "Number of the global restart iteration", known.iteration)
+        yield gauge("step", "The step that was told last", known.step)
+        since = None if known.progress is None else time.time() - (time.monotonic() - known.progress)
+        yield gauge("last_progress_timestamp_seconds", "When a rank made progress last", since)
+        counts, left = self._group.counts, self._group.remaining_restarts
+        yield counter("replacements", "Processes started in place of others", counts.replacements)
+        yield gauge("nodes", "Nodes of the job", self._node_states(), "state")
+        yield counter("rank_failures", "Rank processes that failed", counts.failures)
+        yield counter("group_restarts", "Restarts of all processes", counts.restarts)
+        yield counter("rounds", "Starts of all processes", counts.rounds)
+        yield gauge("workers_remaining_restarts", "Restarts of all processes that are left", left)
+        state = {self._group.state.name.lower(): 1}
+        yield gauge("workers_state", "1 for the state of the processes", state, "state")
+
+    def _node_states(self) -> Mapping[str, float]:
+        """All that the rendezvous knows; of another one the number of nodes that take part."""
+        states = self._nodes.states()
+        if not states:
+            where = self._group.round
+            return {} if where is None else {"active": where.group_world_size}
+        return _all(NODE_STATES, states)
+
+    def _filled(self, kind: "_Kind", name: str, words: str, values: _Values, label: str = "") -> "Metric":
+        made = kind(f"ft_wrapper_{name}", words, labels=["run_id", label] if label else ["run_id"])
+        if isinstance(values, Mapping):
+            for labelled, value in values.items():
+                made.add_metric([self._run_id, labelled], value)
+        elif values is not None:
+            made.add_metric([self._run_id], values)
+        return made
+
+    def _histogram(self, name: str, words: str, values: Mapping[str, Histogram]) -> "Metric":
+        from prometheus_client.core import HistogramMetricFamily
+
+        made = HistogramMetricFamily(f"ft_wrapper_{name}", words, labels=["run_id", "phase"])
+        bounds = [*map(str, BOUNDS), "+Inf"]
+        for phase in PHASES:
+            counts = values[phase].cumulative()
+            made.add_metric([self._run_id, phase], list(zip(bounds, counts, strict=True)), values[phase].sum)
+        return made
+
+
+def _all(names: Iterable[str], values: Mapping[str, float]) -> dict[str, float]:
+    """A value for each name: one that appears later would have no first value to be compared with."""
+    return {name: values.get(name, 0) for name in names}

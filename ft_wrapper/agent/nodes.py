@@ -53,10 +53,10 @@ class Inbox:
         self._read_end, self._write_end = socket.socketpair()
         self._read_end.setblocking(False)
         self._write_end.setblocking(False)
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self.term = 0
         self._attended = True
-        self._knocks: list[threading.Event] = []
+        self._looks = 0
 
     def fileno(self) -> int:
         """Readable when there is news."""
@@ -64,7 +64,7 @@ class Inbox:
 
     def begin_term(self) -> None:
         """From now on only news of this new round counts."""
-        with self._lock:
+        with self._changed:
             self.term += 1
 
     def put(self, term: int, news: News) -> None:
@@ -74,52 +74,51 @@ class Inbox:
             term: the round that it belongs to.
             news: what there is.
         """
-        with self._lock:
+        with self._changed:
             self._items.append((term, news))
             self._wake()
 
     def take(self) -> list[News]:
         """Takes out the news of this round. Does not block."""
-        with self._lock:
+        with self._changed:
             with suppress(BlockingIOError):
                 self._read_end.recv(4096)
-            self._answer()
+            self._note_look()
             items = [news for term, news in self._items if term == self.term]
             self._items.clear()
             return items
 
-    def knock(self) -> threading.Event:
-        """Wakes the loop that waits for news; from any thread.
+    def is_attended(self, timeout: float) -> bool:
+        """Wakes the loop that waits for news, and waits until it has looked; from any thread.
+
+        Args:
+            timeout: seconds that it may take.
 
         Returns:
-            An event that is set once the loop has looked; or at once, while it is not supposed to look.
+            Whether it has; True at once while it is not supposed to look.
         """
-        answered = threading.Event()
-        with self._lock:
-            self._knocks.append(answered)
-            if self._attended:
-                self._wake()
-            else:
-                self._answer()
-        return answered
+        with self._changed:
+            before = self._looks
+            self._wake()
+            return self._changed.wait_for(lambda: self._looks > before or not self._attended, timeout)
 
     @contextmanager
     def unattended(self) -> Iterator[None]:
         """For a while the loop does not look: it waits for something else, with a timeout of its own."""
-        with self._lock:
+        with self._changed:
             self._attended = False
-            self._answer()
+            self._note_look()
         try:
             yield
         finally:
-            with self._lock:
+            with self._changed:
                 self._attended = True
 
     def close(self) -> None:
         """Closes the sockets."""
-        with self._lock:
+        with self._changed:
             self._attended = False
-            self._answer()
+            self._note_look()
             self._read_end.close()
             self._write_end.close()
 
@@ -127,10 +126,9 @@ class Inbox:
         with suppress(OSError):  # it is readable, or closed
             self._write_end.send(b"!")
 
-    def _answer(self) -> None:
-        for answered in self._knocks:
-            answered.set()
-        self._knocks.clear()
+    def _note_look(self) -> None:
+        self._looks += 1
+        self._changed.notify_all()
 
 
 class Nodes:
@@ -174,7 +172,7 @@ class Nodes:
         return True, ""
 
     def states(self) -> dict[str, int]:
-        """How many nodes stand how, see `metrics.NODE_STATES`. From memory; empty if it is not known."""
+        """How many nodes stand how, see `health.NODE_STATES`. From memory; empty if it is not known."""
         return {}
 
     def have_formed(self) -> bool:

@@ -13,6 +13,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -75,40 +76,30 @@ def test_nobody_has_to_come_round_while_the_nodes_come_together(nodes: Nodes) ->
 
 
 def test_who_asks_while_the_loop_goes_on_to_the_next_round_is_answered(inbox: Inbox) -> None:
-    asked = inbox.knock()
-    assert not asked.is_set()
+    assert not inbox.is_attended(0)
     assert select.select([inbox], [], [], 0)[0], "the loop is woken"
     with inbox.unattended():
-        assert asked.is_set()
-    inbox.knock()
-    inbox.take()
-    late = inbox.knock()
-    assert not late.is_set()
-    inbox.close()
-    assert late.is_set()
-    assert inbox.knock().is_set()
+        assert inbox.is_attended(0)
+    for look in (inbox.take, lambda: inbox.unattended().__enter__(), inbox.close):
+        inbox.take()
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(inbox.is_attended, TIMEOUT)
+            assert select.select([inbox], [], [], TIMEOUT)[0]
+            look()
+            assert asked.result()
+    assert inbox.is_attended(0)
 
 
 def test_the_end_waits_for_nobody(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither for a client that says nothing, nor for one whose answer no one gives."""
-
-    class Noted(Inbox):
-        def knock(self) -> threading.Event:
-            answered = super().knock()
-            has_asked.set()
-            return answered
-
     monkeypatch.setattr(_Handler, "timeout", TIMEOUT * 10)
-    has_asked = threading.Event()
     answers: list[tuple[int, str]] = []
-    nodes.inbox.close()
-    nodes.inbox = Noted()
     with contextlib.ExitStack() as clients:
         with serve(nodes, TIMEOUT * 10) as health:
             clients.enter_context(socket.create_connection(("127.0.0.1", health.server_port)))
             asking = threading.Thread(target=lambda: answers.append(get(health.server_port)))
             asking.start()
-            assert has_asked.wait(TIMEOUT)
+            assert select.select([nodes.inbox], [], [], TIMEOUT)[0], "it has asked"
         asking.join(TIMEOUT)
     assert [code for code, _ in answers] == [200]
 
@@ -210,7 +201,7 @@ def test_an_agent_that_sleeps_is_alive(tmp_path: Path, monkeypatch: pytest.Monke
 def test_metrics_do_not_wait_for_the_loop(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are what one wants to see of an agent that is stuck."""
     pytest.importorskip("prometheus_client")
-    monkeypatch.setattr(nodes.inbox, "knock", lambda: pytest.fail("the loop was asked"))
+    monkeypatch.setattr(nodes.inbox, "is_attended", lambda _: pytest.fail("the loop was asked"))
     known = group()
     known.failed(1)
     with Health("", 0, application(known, nodes, "job", TIMEOUT), nodes.inbox) as health:
