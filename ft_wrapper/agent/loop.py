@@ -88,6 +88,8 @@ class Loop:
         group: keeps the state, for people.
     """
 
+    _in_store: JobInStore  # of the round
+
     def __init__(self, launch: Launch, nodes: Nodes, group: Group) -> None:
         self._program = launch.program
         self._job = job = launch.job
@@ -98,7 +100,6 @@ class Loop:
         )
         self._running: dict[int, RankProcess] = {}  # by local rank
         self._standby: Standby | None = None
-        self._in_store: JobInStore | None = None
         self._got_by_all: int | None = None  # a signal that its sender has sent to the ranks, too
         with ExitStack() as made:
             made.callback(events.emit, "agent_ended", job=job.run_id)
@@ -111,6 +112,7 @@ class Loop:
             if launch.forks and launch.program.script is not None:
                 self._start_standby()
             events.emit("agent_started", job=job.run_id, started=events.started())
+            self._of_round = made.enter_context(ExitStack())
             self._cleanup = made.pop_all()
 
     def __enter__(self) -> "Loop":
@@ -118,7 +120,6 @@ class Loop:
 
     def __exit__(self, *_: object) -> None:
         with self._cleanup:
-            self._cleanup.callback(self._close_store)
             self._carry_out(self._ranks.abandoned())
 
     def start(self, where: Round) -> None:
@@ -134,7 +135,7 @@ class Loop:
         """
         self._group.begin_round(where)
         events.emit("round_started", job=self._job.run_id, node=where.node)
-        self._close_store()
+        self._of_round.close()
         if where.group_rank == 0:
             warn_if_open(without_secrets(where.store))
         raise_file_limit()
@@ -142,7 +143,8 @@ class Loop:
         # Otherwise ranks could not reach the store, and the others would call them missing.
         check_open_files(_FILES_OF_ALL + nproc * _FILES_OF_A_RANK, f"with {nproc} ranks this process")
         with raised():
-            self._in_store = JobInStore(where.store, self._nodes.have_formed, interruptible)
+            in_store = JobInStore(where.store, self._nodes.have_formed, interruptible)
+            self._in_store = self._of_round.enter_context(closing(in_store))
             announce(self._in_store.store, self._nodes.agent, HEAD)
         starts = self._ranks.begin_round(where)
         first_rank = where.base_rank if where.node else 0
@@ -207,11 +209,7 @@ class Loop:
         self._carry_out(self._ranks.tick(self._outcome(self._ranks.needs_outcome)))
 
     def _outcome(self, is_needed: bool) -> JobOutcome:
-        return self._in_store.outcome() if is_needed and self._in_store is not None else JobOutcome()
-
-    def _facts_of(self, failure: Failure) -> JobFacts:
-        assert self._in_store is not None
-        return self._in_store.facts_of(failure.rank, failure.pid)
+        return self._in_store.outcome() if is_needed else JobOutcome()
 
     def _reap_orphans(self) -> None:
         ours = [process.pid for process in self._running.values()]
@@ -327,7 +325,8 @@ class Loop:
             words, number = f"cannot be started: {error}", self._ranks.round.rank(rank)
             how = describe_exit(1)
             failure = Failure(number, 0, 1, time.time(), words, "", incarnation, how=how)
-            self._carry_out(self._ranks.not_started(rank, failure, self._facts_of(failure)))
+            facts = self._in_store.facts_of(number, 0)
+            self._carry_out(self._ranks.not_started(rank, failure, facts))
 
     def _execute_or_fail(self, request: Request) -> None:
         with self._or_failed(request.rank, request.incarnation):
@@ -408,7 +407,7 @@ class Loop:
             failure = read_failure(rank, process.pid, asked.incarnation, exitcode, asked.files, kills)
         facts = JobFacts()
         if failure is not None and self._ranks.decides(asked.rank):
-            facts = self._facts_of(failure)
+            facts = self._in_store.facts_of(failure.rank, failure.pid)
         actions = self._ranks.ended(asked.rank, exitcode, failure, facts)
         if was_to_leave:
             self._group.dismissed(asked.rank)
@@ -432,8 +431,3 @@ class Loop:
             self._drop(process)
             os.close(process.pidfd)
             self._carry_out(self._ranks.ended(process.request.rank, -signal.SIGKILL))
-
-    def _close_store(self) -> None:
-        if self._in_store is not None:
-            self._in_store.close()
-            self._in_store = None
