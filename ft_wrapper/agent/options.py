@@ -7,9 +7,7 @@ import argparse
 import contextlib
 import copy
 import dataclasses
-import importlib.machinery
-import importlib.metadata
-import importlib.util
+import importlib
 import os
 import re
 import shutil
@@ -27,7 +25,7 @@ from torch.distributed.argparse_util import check_env, env
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsSpecs, Std
 from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
 from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config, parse_rendezvous_endpoint
-from torch.distributed.run import determine_local_world_size, get_args_parser
+from torch.distributed.run import _get_logs_specs_class, determine_local_world_size, get_args_parser
 
 from .. import __version__, events
 from .._text import without_secrets
@@ -190,24 +188,30 @@ def _defaults() -> dict[str, str]:
 
 
 def _value(
-    convert: Callable[[str], T], why: str = "", fits: Callable[[T], bool] = lambda _: True
+    convert: Callable[[str], T],
+    why: str = "",
+    fits: Callable[[T], bool] = lambda _: True,
+    needed: bool = False,
 ) -> Callable[[str], T | str]:
     """Makes what argparse reads a value by. It leaves an empty one to `Parser.read`.
 
     Args:
-        convert: makes the value of a text; raises ValueError or OSError.
+        convert: makes the value of a text; raises an error if that is none.
         why: what to use instead, for the error; what ``convert`` has raised when empty.
         fits: whether the value will do.
+        needed: whether there has to be a value, though a variable ``PET_…`` may be empty.
     """
 
     def read(text: str) -> T | str:
+        if not text and not needed:
+            return text
+        said = text or "''"
         try:
-            value = convert(text) if text else text
-            if not text or fits(value):  # type: ignore[arg-type]
+            if fits(value := convert(text)):
                 return value
-        except (ValueError, OSError, argparse.ArgumentTypeError) as error:
-            raise argparse.ArgumentTypeError(f"{text}: {why or error}") from error
-        raise argparse.ArgumentTypeError(f"{text}: {why}")
+        except (ValueError, OSError, ImportError, AttributeError, argparse.ArgumentTypeError) as error:
+            raise argparse.ArgumentTypeError(f"{said}: {why or error}") from error
+        raise argparse.ArgumentTypeError(f"{said}: {why}")
 
     return read
 
@@ -219,12 +223,12 @@ def _count(most: int = _MOST) -> Callable[[str], int | str]:
 
 def _seconds(least: float) -> Callable[[str], float | str]:
     why = f"must be at least {least:g} and finite, at most {LONGEST} seconds"
-    return _value(float, why, lambda seconds: least <= seconds <= LONGEST)
+    return _value(float, why, lambda seconds: least <= seconds <= LONGEST, needed=True)
 
 
 def _one_of(*choices: str) -> Callable[[str], str]:
     """One of some words; also from a variable, where argparse's ``choices`` are not looked at."""
-    return _value(str, f"use {', '.join(choices[:-1])} or {choices[-1]}", choices.__contains__)
+    return _value(str, f"use {', '.join(choices[:-1])} or {choices[-1]}", choices.__contains__, needed=True)
 
 
 def _least_and_most(text: str) -> tuple[int, int]:
@@ -242,29 +246,19 @@ def _signals(text: str) -> list[signal.Signals | str]:
     return [signal.Signals.__members__.get(each.strip(), each.strip()) for each in text.split(",")]
 
 
-def _logs_specs(text: str) -> type[LogsSpecs]:
-    try:
-        (found,) = importlib.metadata.entry_points(group="torchrun.logs_specs", name=text)
-        specs: type[LogsSpecs] = found.load()
-    except ValueError:
-        raise ValueError("no package has such an entry point in torchrun.logs_specs") from None
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"cannot be imported: {error}") from error
-    return specs
-
-
 def _is_replaced(path: str) -> bool:
     is_other = os.path.islink(path) or (os.path.exists(path) and not os.path.isfile(path))
     return not is_other and os.path.isdir(os.path.dirname(os.path.abspath(path)))
 
 
-_STREAMS = _value(Std.from_str, "use 0, 1, 2 or 3, or local ranks with one each, as in 0:3,1:2")
+_STREAMS = _value(Std.from_str, "use 0, 1, 2 or 3, or local ranks with one each, as in 0:3,1:2", needed=True)
 _READERS: dict[str, Callable[[str], Any]] = {
-    "--nnodes": _value(_least_and_most),
+    "--nnodes": _value(_least_and_most, needed=True),
     "--nproc-per-node": _value(
         determine_local_world_size,
         f"use a number of at least one and at most {_MOST_RANKS}, cpu, gpu, xpu or auto, of what is here",
         lambda count: 1 <= count <= _MOST_RANKS,
+        needed=True,
     ),
     "--redirects": _STREAMS,
     "--tee": _STREAMS,
@@ -273,7 +267,7 @@ _READERS: dict[str, Callable[[str], Any]] = {
         "use local ranks with commas between them, as in 0,1,2",
     ),
     "--log-dir": _value(str, "is a file; name a directory", lambda path: not os.path.isfile(path)),
-    "--logs-specs": _value(_logs_specs),
+    "--logs-specs": _value(_get_logs_specs_class),
     "--signals-to-handle": _value(
         _signals,
         "no program can handle SIGKILL and SIGSTOP, and ftrun needs SIGCHLD to hear of its ranks",
@@ -295,13 +289,6 @@ _READERS: dict[str, Callable[[str], Any]] = {
     "--job-secret-file": _value(lambda path: secret.checked(path, Path(path).read_bytes())),
 }
 _BY_METAVAR = {"N": _count(), "K": _count(), "SECONDS": _seconds(0)}
-#: What has to have a value, though a variable ``PET_…`` may be empty.
-_NEVER_EMPTY = frozenset(
-    {
-        *("nnodes", "nproc_per_node", "redirects", "tee", "restart_policy", "log_format", "monitor_interval"),
-        *("shutdown_timeout", "drain_timeout", "exit_barrier_timeout", "node_check_timeout"),
-    }
-)
 
 # The parser ------------------------------------------------------------------------------------------------
 
@@ -326,9 +313,9 @@ class Parser(argparse.ArgumentParser):
         for action in self._actions:
             if not action.option_strings or getattr(given, action.dest, None) != "":
                 continue
-            option, needed = action.option_strings[0], action.dest in _NEVER_EMPTY
-            if needed or action.default != "":  # torchrun takes its own ones empty
-                say = self.warn if option in self._theirs and not needed else self.error
+            option = action.option_strings[0]
+            if action.default != "":  # torchrun takes its own ones empty
+                say = self.warn if option in self._theirs else self.error
                 say(f"{option} '': is empty; give it a value, or leave it out")
             if action.type not in (None, str):
                 setattr(given, action.dest, None)
@@ -714,26 +701,21 @@ def _policy(parser: Parser, args: argparse.Namespace) -> Policy:
 
 def _module_exists(name: str) -> bool:
     """Whether ``python -m name`` would find it, without importing anything: its packages may do a lot."""
-    path = sys.path
-    sys.path = [os.getcwd(), *path]
+    parts, where = [*name.split("."), "__main__"], None
+    sys.path.insert(0, os.getcwd())
     try:
-        parts = [*name.split("."), "__main__"]
-        spec = importlib.util.find_spec(parts[0])
-        for end in range(2, len(parts) + 1):
-            if spec is None:
+        for end in range(1, len(parts) + 1):
+            found = (finder.find_spec(".".join(parts[:end]), where) for finder in sys.meta_path)
+            if (spec := next(filter(None, found), None)) is None:
                 return False
             if spec.submodule_search_locations is None:  # no package
-                return end == len(parts)
-            full_name = ".".join(parts[:end])
-            spec = importlib.machinery.PathFinder.find_spec(full_name, list(spec.submodule_search_locations))
-        return spec is not None
+                return end >= len(parts) - 1
+            where = list(spec.submodule_search_locations)
     except (KeyError, ImportError):
-        # The path of a namespace package inside another one is not known before the outer one's import.
-        return True
-    except ValueError:
-        return False
+        pass  # the path of a namespace package in another one is not known before the outer one's import
     finally:
-        sys.path = path
+        sys.path.pop(0)
+    return True
 
 
 # Nodes -----------------------------------------------------------------------------------------------------

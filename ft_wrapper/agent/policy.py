@@ -170,27 +170,18 @@ class RestartPolicy:
         """
         if not self._is_alone(facts):
             return self._for_group()
-        if self._max_rank_restarts == 0:
-            return Verdict(Remedy.LEAVE_OUT, "not started again (--max-rank-restarts 0)")
+        most, budget = self._max_rank_restarts, self._budget(rank)
         if facts.gave_up:
-            return Verdict(Remedy.LEAVE_OUT, "not started again: it left the job for good")
-        if facts.formed and not facts.admits:
-            return Verdict(
-                Remedy.LEAVE_OUT,
-                "not started again: joining a running job takes @Wrapper(rejoin=True)",
-            )
-        delay = self._budget(rank).spend(lived, is_first=is_first)
-        if delay is None:
-            return Verdict(
-                Remedy.LEAVE_OUT,
-                f"not started again: that was done {self._max_rank_restarts} times within "
-                f"{FAULT_WINDOW / 60:g} min of running (--max-rank-restarts)",
-            )
-        count = self._max_rank_restarts - self._budget(rank).left
-        when = f" in {delay:g} s" if delay else ""
-        return Verdict(
-            Remedy.REPLACE, f"it is started again{when} ({count} of {self._max_rank_restarts})", delay
-        )
+            why = "it left the job for good"
+        elif facts.formed and not facts.admits:
+            why = "joining a running job takes @Wrapper(rejoin=True)"
+        elif (delay := budget.spend(lived, is_first=is_first)) is None:
+            why = f"--max-rank-restarts {most} within {FAULT_WINDOW / 60:g} min of running"
+        else:
+            when = f" in {delay:g} s" if delay else ""
+            why = f"it is started again{when} ({most - budget.left} of {most})"
+            return Verdict(Remedy.REPLACE, why, delay)
+        return Verdict(Remedy.LEAVE_OUT, f"not started again: {why}")
 
     def _is_alone(self, facts: JobFacts) -> bool:
         if self._policy is Policy.AUTO:
