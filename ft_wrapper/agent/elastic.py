@@ -7,6 +7,7 @@ place of torch's class of that name: it replaces dead workers of a wrapped job o
 """
 
 import contextlib
+import dataclasses
 import logging
 import os
 import signal
@@ -26,7 +27,7 @@ from torch.distributed.elastic.agent.server.api import WorkerState as WorkerStat
 from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 
 from . import health
-from .agent import Agent
+from .agent import group_of, run_agent
 from .group import Counts as Counts
 from .loop import Launch
 from .nodes import EXIT_BARRIER_TIMEOUT, Nodes
@@ -43,7 +44,7 @@ log = logging.getLogger(__name__)
 
 
 def _never(*_: Any) -> NoReturn:
-    """In the place of what torch's agents do for their workers: here `Agent` does it."""
+    """In the place of what torch's agents do for their workers: here `run_agent` does it."""
     raise NotImplementedError
 
 
@@ -130,6 +131,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             words = "uninterruptible_state_timeout=%s has no effect: hard_timeout ends a rank that hangs"
             log.warning(words, uninterruptible_state_timeout)
         self._health_check_server = health_check_server
+        self._answer = health.health if health_check_server is None else self._stop_server
         self._call = call_function.pack(spec.entrypoint, spec.args) if callable(spec.entrypoint) else b""
         job = Job(
             spec.local_world_size,
@@ -138,7 +140,8 @@ class LocalElasticAgent(SimpleElasticAgent):
             spec.max_restarts,
             virtual_local_rank=getattr(spec, "virtual_local_rank", False),  # not in older torch
         )
-        launch = Launch(
+        self._group = group_of(job)
+        self._launch = Launch(
             job,
             Program(()) if self._call else program_of(str(spec.entrypoint), list(map(str, spec.args))),
             RestartPolicy(restart_policy, spec.max_restarts, max_rank_restarts),
@@ -149,8 +152,6 @@ class LocalElasticAgent(SimpleElasticAgent):
             standby,
             log_line_prefix_template,
         )
-        self._agent = Agent(launch, health.health if health_check_server is None else self._stop_server)
-        self._group = self._agent.group
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Runs the workers to their end.
@@ -169,6 +170,8 @@ class LocalElasticAgent(SimpleElasticAgent):
             OSError: something that workers need cannot be had.
             RuntimeError: the agent has run before.
         """
+        if self._group.state is not WorkerState.INIT:
+            raise RuntimeError("an agent runs once; make another one, with a new rendezvous handler")
         began = time.monotonic()
         try:
             end = self._run_to_end()
@@ -230,11 +233,12 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     def _run_to_end(self) -> End:
         if not self._call:
-            return self._agent.run(self._meet)
+            return run_agent(self._launch, self._group, self._meet, self._answer)
         with tempfile.TemporaryDirectory(prefix="ft_wrapper_call_") as folder:
             call_function.write_call(folder, self._call)
             program = python_program(call_function.__name__, [folder, LOCAL_RANK], is_module=True)
-            end = self._agent.run(self._meet, program)
+            launch = dataclasses.replace(self._launch, program=program)
+            end = run_agent(launch, self._group, self._meet, self._answer)
             if self._group.state is WorkerState.SUCCEEDED:
                 self._read_results(folder)
             return end

@@ -120,15 +120,11 @@ class Logs:
             return os.path.join(folder, os.path.basename(path))
 
         stdout, stderr = own(to.stdouts[rank]), own(to.stderrs[rank])
-        tails = {}
-        if rank in to.tee_stdouts:
-            tails[stdout] = sys.stdout
-        if rank in to.tee_stderrs:
-            tails[stderr] = sys.stderr
         files = RankFiles(stdout, stderr, own(to.error_files[rank]))
         shown = self._tails[rank, incarnation] = []
-        for path, console in tails.items():
-            if console:  # None where this process was started without one
+        streams = ((stdout, to.tee_stdouts, sys.stdout), (stderr, to.tee_stderrs, sys.stderr))
+        for path, ranks, console in streams:
+            if rank in ranks and console:  # None where this process was started without one
                 shown.append(Tail(path, console, self._prefix_of(rank)))
         return files
 
@@ -146,7 +142,7 @@ class Logs:
 
     def close(self, rank: int, incarnation: int) -> None:
         """The process has ended: its last lines are shown, in another thread, and its tails end."""
-        self._ended = [tail for tail in self._ended if tail.is_alive]
+        self._ended = [tail for tail in self._ended if tail.is_alive()]
         for tail in self._tails.pop((rank, incarnation), ()):
             tail.end()
             self._ended.append(tail)
@@ -165,7 +161,7 @@ def opened(path: str, files: ExitStack) -> int | None:
     return files.enter_context(open(path, "wb", opener=owners_only)).fileno() if path else None
 
 
-class Tail:
+class Tail(threading.Thread):
     """Shows what is written to a file, line by line, in a thread of its own, until `end` and once after it.
 
     Torch's `TailLog` may end before its last look, and then loses what was written in between. Where the
@@ -182,19 +178,14 @@ class Tail:
     """
 
     def __init__(self, path: str, console: TextIO, prefix: str) -> None:
+        super().__init__(name="ft_wrapper-tail", daemon=True)
         open(path, "ab", opener=owners_only).close()
         self._path = path
         self._file = open(path, "rb")  # noqa: SIM115
         self._console = console
         self._prefix = prefix.encode(errors="replace")
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="ft_wrapper-tail", daemon=True)
-        self._thread.start()
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether there may be lines to show yet."""
-        return self._thread.is_alive()
+        self.start()
 
     def end(self) -> None:
         """Nothing more will be written. Does not wait until the last lines are shown."""
@@ -203,9 +194,10 @@ class Tail:
     def close(self) -> None:
         """Waits until the last lines are shown."""
         self.end()
-        self._thread.join()
+        self.join()
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Shows it, in the thread."""
         with self._file:
             try:
                 self._show()

@@ -24,7 +24,7 @@ from .. import check, events
 from .._files import replace_broken_streams
 from .._text import without_secrets
 from ..agent import outputs
-from ..agent.agent import Agent
+from ..agent.agent import group_of, run_agent
 from ..agent.ft_nodes import FtNodes, OneNode
 from ..agent.nodes import CannotStart, Nodes, exit_code_of
 from ..agent.options import Options
@@ -69,7 +69,8 @@ def run(options: Options) -> int:
             log_dir = cleanup.enter_context(_log_folder(options))
             cleanup.enter_context(options.environment())
             events.check_events_file()
-            end = Agent(options.launch(log_dir)).run(lambda: _meet(options, cleanup))
+            launch = options.launch(log_dir)
+            end = run_agent(launch, group_of(launch.job), lambda: _meet(options, cleanup))
             replace_broken_streams()
         except (OSError, CannotStart) as error:
             words = " ".join(str(error).split())
@@ -88,25 +89,20 @@ def run(options: Options) -> int:
 
 
 def _conclude(options: Options, result: JobResult) -> int:
-    """Writes the result file, if one was asked for; returns the exit code."""
+    """Writes the result file, if one was asked for, as a whole or not at all; returns the exit code."""
     if result.verdict == "drained":
         result = dataclasses.replace(result, exit_code=options.drained_exit_code)
-    if options.result_file:
-        _write_whole(options.result_file, result.to_text())
+    if path := options.result_file:
+        part = f"{path}.{os.urandom(8).hex()}"  # a name that no other user knows, who could put a link there
+        try:
+            with open(part, "x", encoding="utf-8") as file:
+                file.write(result.to_text() + "\n")
+            os.replace(part, path)
+        except OSError as error:
+            log.error("--result-file %s cannot be written: %s", path, error)
+            with suppress(OSError):
+                os.unlink(part)
     return result.exit_code
-
-
-def _write_whole(path: str, text: str) -> None:
-    """Writes the result file: it is there as a whole, or not at all."""
-    part = f"{path}.{os.urandom(8).hex()}"  # a name that no other user knows, who could put a link there
-    try:
-        with open(part, "x", encoding="utf-8") as file:
-            file.write(text + "\n")
-        os.replace(part, path)
-    except OSError as error:
-        log.error("--result-file %s cannot be written: %s", path, error)
-        with suppress(OSError):
-            os.unlink(part)
 
 
 def _meet(options: Options, cleanup: ExitStack) -> Nodes:

@@ -58,7 +58,7 @@ def test_lines_are_shown_while_the_process_runs_and_whole(tmp_path: Path) -> Non
     finally:
         tail.close()
     assert console.rest() == "[worker0]:no end\n"
-    assert not tail.is_alive
+    assert not tail.is_alive()
 
 
 def test_what_was_written_just_before_the_end_is_shown(tmp_path: Path) -> None:
