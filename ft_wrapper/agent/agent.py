@@ -48,7 +48,7 @@ def run_agent(launch: Launch, group: Group, meet: Callable[[], Nodes], answer: A
             cleanup.callback(nodes.close)
             cleanup.enter_context(answer(group, nodes, launch.job.run_id))
             launch = dataclasses.replace(launch, job=_served_job(launch, cleanup))
-            end = run_rounds(nodes, cleanup.enter_context(Loop(launch, nodes, group)), queue)
+            end = run_rounds(nodes, cleanup.enter_context(Loop(launch, nodes, group, queue)), queue)
             group.finished(end)
             return end
     except BaseException:

@@ -239,16 +239,12 @@ class LocalElasticAgent(SimpleElasticAgent):
             program = python_program(call_function.__name__, [folder, LOCAL_RANK], is_module=True)
             launch = dataclasses.replace(self._launch, program=program)
             end = run_agent(launch, self._group, self._meet, self._answer)
-            if self._group.state is WorkerState.SUCCEEDED:
-                self._read_results(folder)
+            where = self._group.round
+            if where is not None and self._group.state is WorkerState.SUCCEEDED:
+                for rank in self._group.succeeded:
+                    with contextlib.suppress(FileNotFoundError):
+                        self._returned[where.rank(rank)] = call_function.read_result(folder, rank)
             return end
-
-    def _read_results(self, folder: str) -> None:
-        where = self._group.round
-        assert where is not None
-        for rank in self._group.succeeded:
-            with contextlib.suppress(FileNotFoundError):
-                self._returned[where.rank(rank)] = call_function.read_result(folder, rank)
 
 
 def _refuse(spec: WorkerSpec) -> None:

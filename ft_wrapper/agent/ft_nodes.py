@@ -243,17 +243,19 @@ class FtNodes(Nodes):
         self._has_place = node is not None and not state.closed and state.seat_of(node) is not None
 
     def states(self) -> dict[str, int]:
-        handler = self._handler
-        state = None if handler is None else handler.record
-        if state is None:
+        if (state := self._record) is None:
             return {}
         active, waiting = len(state.participants), len(state.waiting)
         lost, spare = len(state.seats) - active, len(state.spares)
         return {"active": active, "lost": lost, "waiting": waiting, "spare": spare}
 
     def have_formed(self) -> bool:
-        state = None if self._handler is None else self._handler.record
+        state = self._record
         return state is not None and state.policy is RoundPolicy.RANK
+
+    @property
+    def _record(self) -> RendezvousRecord | None:
+        return None if self._handler is None else self._handler.record
 
     # Called by the handler's threads -----------------------------------------------------------------
 
@@ -376,7 +378,7 @@ class FtNodes(Nodes):
         bounded("ending the job", lambda: handler.set_closed(why, result), _LEAVE_TIMEOUT)
 
     def closed_with(self) -> JobResult | None:
-        state = None if self._handler is None else self._handler.record
+        state = self._record
         return None if state is None else JobResult.from_text(state.result)
 
     def await_others(self, said: str, *, as_host_only: bool) -> bool:

@@ -220,15 +220,12 @@ def health(group: Group, nodes: Nodes, run_id: str) -> Iterator[Health | None]:
         server = Health(host, port, answer, nodes.inbox)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            words = (
-                "%s=%s: another program has this port: this agent answers no health checks; give each its own"
-            )
-            log.warning(words, ADDRESS_ENV, where)
+            words = "another program has this port: this agent answers no health checks; give each its own"
+            log.warning("%s=%s: %s", ADDRESS_ENV, where, words)
             yield None
             return
-        is_elsewhere = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
-        way_out = "a name or address of this host" if is_elsewhere else "another port"
-        raise CannotStart(f"{ADDRESS_ENV}={where}: {error.strerror}; choose {way_out}") from error
+        way_out = "choose a name or address of this host, and a port that is allowed"
+        raise CannotStart(f"{ADDRESS_ENV}={where}: {error.strerror}; {way_out}") from error
     with server:
         log.info("the health endpoint is at %s", host_port(host or loopback(), server.server_port))
         yield server

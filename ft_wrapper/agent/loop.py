@@ -32,7 +32,7 @@ from .outputs import ERROR_FILE_ENV, Logs, count_kernel_kills, describe_exit, op
 from .policy import JobFacts, JobOutcome, RestartPolicy
 from .process import INCARNATION_ENV, Job, Program, RankProcess, Request, adopted, start, with_local_rank
 from .rounds import End, Failure, Round
-from .signals import SHUTDOWN_TIMEOUT, SIGNALS, SignalQueue, interruptible, raised, signal_name
+from .signals import SHUTDOWN_TIMEOUT, SIGNALS, SignalQueue, signal_name
 from .standby import Standby
 
 log = logging.getLogger(__name__)
@@ -86,15 +86,17 @@ class Loop:
         launch: what they run, and how; its job with what this agent serves them.
         nodes: the others: their news, and who hears that this node leaves.
         group: keeps the state, for people.
+        signals: those to forward; and SIGCHLD, after which there may be orphans to reap.
     """
 
     _in_store: JobInStore  # of the round
 
-    def __init__(self, launch: Launch, nodes: Nodes, group: Group) -> None:
+    def __init__(self, launch: Launch, nodes: Nodes, group: Group, signals: SignalQueue) -> None:
         self._program = launch.program
         self._job = job = launch.job
         self._nodes = nodes
         self._group = group
+        self._signals = signals
         self._ranks = ranks.Ranks(
             *(job.nproc, launch.policy, group, launch.shutdown_timeout, time.monotonic, launch.drain_timeout)
         )
@@ -142,8 +144,8 @@ class Loop:
         nproc = self._job.nproc
         # Otherwise ranks could not reach the store, and the others would call them missing.
         check_open_files(_FILES_OF_ALL + nproc * _FILES_OF_A_RANK, f"with {nproc} ranks this process")
-        with raised():
-            in_store = JobInStore(where.store, self._nodes.have_formed, interruptible)
+        with self._signals.raised():
+            in_store = JobInStore(where.store, self._nodes.have_formed, self._signals.interruptible)
             self._in_store = self._of_round.enter_context(closing(in_store))
             announce(self._in_store.store, self._nodes.agent, HEAD)
         starts = self._ranks.begin_round(where)
@@ -153,15 +155,13 @@ class Loop:
             self._start(each)
         self._group.all_started()
 
-    def wait(self, signals: SignalQueue) -> End:
+    def wait(self) -> End:
         """Waits until all ranks have ended, and none is to be started again alone.
 
         A signal that ends the job is forwarded to all ranks that run, unless its sender has signalled them,
         too. Ranks that still run after the shutdown timeout are killed.
-
-        Args:
-            signals: the signals to forward; and SIGCHLD, after which there may be orphans to reap.
         """
+        signals = self._signals
         for waited_for in (signals.fd, self._nodes.inbox):
             self._selector.register(waited_for, selectors.EVENT_READ)
         try:

@@ -273,7 +273,7 @@ class Workers(Protocol):
             StoreError: the store of the round does not answer.
         """
 
-    def wait(self, signals: SignalQueue) -> End:
+    def wait(self) -> End:
         """Waits until all have ended for this round. Signals and news of the other nodes end them."""
 
 
@@ -307,7 +307,7 @@ def run_rounds(nodes: Nodes, workers: Workers, signals: SignalQueue) -> End:
             log.info("%s", error)
             return End(elsewhere=nodes.closed_with())
         except (OSError, StoreError, ValueError, DistError, elastic.RendezvousError) as error:
-            why = _words(error)
+            why = str(error) or type(error).__name__  # torch's handlers raise some that say nothing
             nodes.leave(f"it could not go on: {why}")
             if is_first:
                 raise CannotStart(why) from error
@@ -319,7 +319,7 @@ def run_rounds(nodes: Nodes, workers: Workers, signals: SignalQueue) -> End:
                 ended_by=own.why, elsewhere=own if closed is None or closed.verdict == "done" else closed
             )
         is_first = False
-        end = workers.wait(signals)
+        end = workers.wait()
         if end.signum is None and not end.again and not end.ended_by:
             end = _await_others(end, nodes, signals)
         if end.signum is not None or not end.again:
@@ -332,13 +332,6 @@ def exit_code_of(error: BaseException | None) -> int:
         return BAD_NODE
     lost = (elastic.RendezvousConnectionError, elastic.RendezvousTimeoutError, StoreError)
     return INFRASTRUCTURE if isinstance(error, (*lost, DistError, TimeoutError)) else COMMAND_LINE
-
-
-def _words(error: Exception) -> str:
-    """What an error says; torch's handlers raise some that say nothing."""
-    if isinstance(error, elastic.RendezvousClosedError) and not str(error):
-        return "the job is over: its rendezvous is closed"
-    return str(error) or type(error).__name__
 
 
 def _await_others(end: End, nodes: Nodes, signals: SignalQueue) -> End:

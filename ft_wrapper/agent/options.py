@@ -414,10 +414,6 @@ def make_parser() -> Parser:
         parser._option_string_actions[option].type = reader
     for option, why in EXPLAINED.items():
         parser._option_string_actions[option].help = why
-    for action in parser._actions:
-        variable = f"PET_{action.dest.upper()}"
-        if isinstance(action, check_env) and os.environ.get(variable, "0") not in ("0", "1"):
-            raise ValueError(f"{variable}={os.environ[variable]}")
     script, arguments = parser._get_positional_actions()
     script.metavar, script.help = "script", "what each rank runs"
     arguments.metavar, arguments.help = "...", "its arguments"
@@ -638,7 +634,7 @@ def _warn_of_ranks(parser: Parser, args: argparse.Namespace) -> None:
         ranks = getattr(args, name(option))
         if not isinstance(ranks, dict | list):
             continue
-        if missing := sorted(rank for rank in set(ranks) if not 0 <= rank < nproc):
+        if missing := sorted(set(ranks).difference(range(nproc))):
             each = ranks.items() if isinstance(ranks, dict) else [(rank,) for rank in ranks]
             given = ",".join(":".join(f"{part:d}" for part in parts) for parts in each)
             there = f"there is no local rank {', '.join(map(str, missing))} with --nproc-per-node {nproc}"
@@ -844,10 +840,9 @@ def _warn_of_what_is_superfluous(parser: Parser, args: argparse.Namespace) -> No
         ]
     nothing = (None, "")
     given = ", ".join(f"{option} {one}" for option, one, usual in options if one not in (*nothing, *usual))
-    if given and args.standalone:
-        parser.warn(f"{given}: no effect beside --standalone, by which this node is alone")
-    elif given:
-        parser.warn(f"{given}: no effect on one node without --rdzv-endpoint, for it meets no other")
+    if given:
+        why = "beside --standalone" if args.standalone else "on one node without --rdzv-endpoint"
+        parser.warn(f"{given}: no effect {why}, for it meets no other")
 
 
 def _endpoint(parser: Parser, args: argparse.Namespace, port: int, spares: int) -> str:

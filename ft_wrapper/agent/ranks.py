@@ -168,14 +168,12 @@ class _Stop:
     """All ranks are being ended.
 
     Args:
-        deadline: when those that still run are killed.
+        kill_at: when those that still run are killed; None once they were.
         again: whether all are restarted then.
-        killed: whether that has been done.
     """
 
-    deadline: float
+    kill_at: float | None
     again: bool
-    killed: bool = False
 
 
 @dataclasses.dataclass
@@ -272,9 +270,8 @@ class Ranks:
     def due(self) -> float | None:
         """When the next `tick` is due, in the clock's seconds; None if only events count."""
         moments = [state.at for state in self._ranks.values() if isinstance(state, _Due)]
-        moments += [at for at in (self._spare_at, self._ask_end_at) if at is not None]
-        if self._stop is not None and not self._stop.killed:
-            moments.append(self._stop.deadline)
+        kill_at = self._stop.kill_at if self._stop is not None else None
+        moments += [at for at in (self._spare_at, self._ask_end_at, kill_at) if at is not None]
         moments += [leaving.at for leaving in self._running_but_leaving().values()]
         return min(moments, default=None)
 
@@ -488,8 +485,8 @@ class Ranks:
             self._ranks.clear()
             actions.append(CancelStarts())
         now = self._clock()
-        if self._stop is not None and not self._stop.killed and now >= self._stop.deadline:
-            self._stop.killed = True
+        if self._stop is not None and self._stop.kill_at is not None and now >= self._stop.kill_at:
+            self._stop.kill_at = None
             if self._has(_Running):
                 after = f"{self._shutdown_timeout:g} s after the signal"
                 actions.append(Log(f"{self.names()}: still there {after}, killed"))

@@ -4,7 +4,7 @@ import signal
 import socket
 import types
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TypeVar
 
 from ..exception import RestartTimeout, StoreUnavailable
@@ -67,36 +67,27 @@ class SignalQueue:
         finally:
             self._raises = False
 
+    def interruptible(self, ask: Callable[[], T], seconds: float | None) -> T:
+        """Asks something in a thread; a signal that ends the job ends the wait for the answer.
+
+        Args:
+            ask: asks, and returns the answer.
+            seconds: for how long at the most; None where it has a limit of its own.
+
+        Raises:
+            StoreUnavailable: a signal came, or it took longer.
+        """
+        try:
+            with self.raised():
+                return call_in_thread(ask, "asking the store", seconds)
+        except (Signalled, RestartTimeout) as error:
+            raise StoreUnavailable(f"not waited for: {error}") from error
+
     def note(self, signum: int, frame: types.FrameType | None) -> None:
         """The handler. The wakeup fd has got the number already."""
         if self._raises and signum in self.ending:
             self._raises = False
             raise Signalled(signum)
-
-
-_queues: list[SignalQueue] = []  # the newest one is last
-
-
-def raised() -> AbstractContextManager[None]:
-    """`SignalQueue.raised` of the queue that there is in this process, if any. Main thread only."""
-    return _queues[-1].raised() if _queues else nullcontext()
-
-
-def interruptible(ask: Callable[[], T], seconds: float | None) -> T:
-    """Asks something in a thread; a signal that ends the job ends the wait for the answer. Main thread only.
-
-    Args:
-        ask: asks, and returns the answer.
-        seconds: for how long at the most; None where it has a limit of its own.
-
-    Raises:
-        StoreUnavailable: a signal came, or it took longer.
-    """
-    try:
-        with raised():
-            return call_in_thread(ask, "asking the store", seconds)
-    except (Signalled, RestartTimeout) as error:
-        raise StoreUnavailable(f"not waited for: {error}") from error
 
 
 @contextmanager
@@ -117,8 +108,6 @@ def queued(ending: Iterable[signal.Signals]) -> Iterator[SignalQueue]:
         read_end.setblocking(False)
         write_end.setblocking(False)
         queue = SignalQueue(read_end, taken, ending)
-        _queues.append(queue)
-        cleanup.callback(_queues.remove, queue)
         cleanup.callback(
             signal.set_wakeup_fd, signal.set_wakeup_fd(write_end.fileno(), warn_on_full_buffer=False)
         )

@@ -204,7 +204,12 @@ def meet(options: Options) -> Nodes:
     """
     parameters = options.rendezvous
     if parameters is None:
-        at, check = (_address_alone(options.address), options.port), options.node_check
+        address = options.address
+        if address and not is_this_host(address):
+            words = "--master-addr %s leads to no address of this host: its ranks use %s"
+            log.warning(words, address, loopback())
+            address = ""
+        at, check = (address, options.port), options.node_check
         return OneNode(options.nproc_per_node, *at, role=options.role, check=check)
     if parameters.backend in (NAME, *ETCD_NAMES):
         return _ft(options, parameters)
@@ -227,14 +232,6 @@ def local_job(options: Options, nodes: Nodes) -> LocalJob:
     return LocalJob(
         [endpoint, *map(canonical, filter(None, (endpoint, nodes.store)))], options.script, os.getpid()
     )
-
-
-def _address_alone(given: str) -> str:
-    """Where a node that is alone hosts its store: where the user says, if that is this host."""
-    if given and not is_this_host(given):
-        log.warning("--master-addr %s leads to no address of this host: its ranks use %s", given, loopback())
-        return loopback()
-    return given or loopback()
 
 
 def _ft(options: Options, parameters: RendezvousParameters) -> FtNodes:

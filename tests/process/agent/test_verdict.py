@@ -21,7 +21,7 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError, Rend
 from ft_wrapper.agent.nodes import BadNode, CannotStart, Nodes, exit_code_of, run_rounds
 from ft_wrapper.agent.outputs import describe_exit
 from ft_wrapper.agent.rounds import End, Failure, JobResult, Round, alone, result_of_failures, worst
-from ft_wrapper.agent.signals import SIGNALS, SignalQueue, queued
+from ft_wrapper.agent.signals import SIGNALS, queued
 from ft_wrapper.exception import StoreUnavailable, TimeoutError
 from ft_wrapper.run import main
 
@@ -386,7 +386,7 @@ def test_why_a_round_does_not_begin(code: int, kind: type[Exception], rounds: in
         def start(self, where: Round) -> None:
             pass
 
-        def wait(self, signals: SignalQueue) -> End:
+        def wait(self) -> End:
             return End(again=True)
 
     joined = iter([alone("host:1", 1)] * rounds)
