@@ -1,26 +1,85 @@
-"""The agent of a node: its ranks, its part among the other nodes, its health endpoint, from start to end."""
+"""The agent of a node, from start to end: its loop waits for what happens to the ranks.
 
-import contextlib
+It carries out what `Ranks` answers. One thread waits for all processes, for the template, for signals, for
+news of the other nodes and for what is due; nothing is polled.
+"""
+
 import dataclasses
 import logging
 import os
-from collections.abc import Callable
+import selectors
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from multiprocessing import connection
 
 from torch.distributed.elastic.agent.server.api import WorkerState
 from torch.distributed.elastic.metrics.api import put_metric
+from torch.distributed.elastic.multiprocessing import LogsSpecs
 
-from . import health
+from .. import events
+from .._files import check_open_files, raise_file_limit
+from .._text import without_secrets
+from ..monitor.identity import PROCESS_ENV, mark
+from ..monitor.service import MonitorService
+from ..monitor.signals import handled_signals
+from ..protocol.keys import HEAD
+from ..store.secret import AGENT_ENV, announce, warn_if_open
+from . import health, ranks
 from .group import Group
-from .loop import Launch, Loop
+from .job_in_store import JobInStore
 from .nodes import Nodes, run_rounds
-from .process import Job
-from .rounds import End
-from .signals import queued
+from .outputs import ERROR_FILE_ENV, Logs, count_kernel_kills, describe_exit, opened, read_failure
+from .policy import JobFacts, JobOutcome, RestartPolicy
+from .process import INCARNATION_ENV, Job, Program, RankProcess, Request, adopted, start, with_local_rank
+from .rounds import End, Failure, Round
+from .signals import SHUTDOWN_TIMEOUT, SIGNALS, SignalQueue, queued, signal_name
+from .standby import Standby
 from .torch_api.timers import watchdog
 
 log = logging.getLogger(__name__)
 
-Answer = Callable[[Group, Nodes, str], contextlib.AbstractContextManager[object]]
+Answer = Callable[[Group, Nodes, str], AbstractContextManager[object]]
+
+# Seconds that a process may take to vanish after SIGKILL. One that is stuck in the kernel never does.
+KILL_TIMEOUT = 10.0
+# Seconds that the template may take to import torch, from a slow file system, and to fork a rank.
+STANDBY_TIMEOUT = 300.0
+# A template that ended sooner than this is not tried again.
+STANDBY_SETTLED = 60.0
+# Of this process, for each rank: its connections to the store, if that is here, and what its monitor has.
+_FILES_OF_A_RANK = 12
+_FILES_OF_ALL = 16  # what the ranks have in common
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """What an agent runs, and how.
+
+    Args:
+        job: what the ranks have in common.
+        program: what each of them runs.
+        policy: what is done about those that fail.
+        logs_specs: where their streams and errors go.
+        signals: what is forwarded to them, and ends them.
+        shutdown_timeout: seconds from a signal that ends ranks to SIGKILL.
+        drain_timeout: seconds for which SIGTERM lets ranks come to their next step; see `Ranks`.
+        forks: whether they are forked from a process that has torch imported, where that is possible.
+        log_line_prefix: what comes before the lines that are shown; see `Logs`.
+        devices: what the ranks of this node share, where there are more ranks than devices; else 0.
+    """
+
+    job: Job
+    program: Program
+    policy: RestartPolicy
+    logs_specs: LogsSpecs
+    signals: Sequence[signal.Signals] = SIGNALS
+    shutdown_timeout: float = SHUTDOWN_TIMEOUT
+    drain_timeout: float = 0.0
+    forks: bool = True
+    log_line_prefix: str | None = None
+    devices: int = 0
 
 
 def group_of(job: Job) -> Group:
@@ -42,13 +101,13 @@ def run_agent(launch: Launch, group: Group, meet: Callable[[], Nodes], answer: A
         OSError: something that ranks need cannot be had.
     """
     try:
-        with contextlib.ExitStack() as cleanup:
+        with ExitStack() as cleanup:
             queue = cleanup.enter_context(queued(launch.signals))
             nodes = meet()
             cleanup.callback(nodes.close)
             cleanup.enter_context(answer(group, nodes, launch.job.run_id))
-            launch = dataclasses.replace(launch, job=_served_job(launch, cleanup))
-            end = run_rounds(nodes, cleanup.enter_context(Loop(launch, nodes, group, queue)), queue)
+            loop = cleanup.enter_context(Loop(launch, nodes, group, queue))
+            end = run_rounds(nodes, loop, queue)
             group.finished(end)
             return end
     except BaseException:
@@ -56,7 +115,362 @@ def run_agent(launch: Launch, group: Group, meet: Callable[[], Nodes], answer: A
         raise
 
 
-def _served_job(launch: Launch, cleanup: contextlib.ExitStack) -> Job:
+class Loop:
+    """The rank processes, from their start to the last one's end; for use in the main thread.
+
+    A context manager: leaving it ends what still runs, and closes what was opened.
+
+    Args:
+        launch: what they run, and how.
+        nodes: the others: their news, and who hears that this node leaves.
+        group: keeps the state, for people.
+        signals: those to forward; and SIGCHLD, after which there may be orphans to reap.
+    """
+
+    _in_store: JobInStore  # of the round
+
+    def __init__(self, launch: Launch, nodes: Nodes, group: Group, signals: SignalQueue) -> None:
+        self._program = launch.program
+        self._nodes = nodes
+        self._group = group
+        self._signals = signals
+        timing = launch.shutdown_timeout, time.monotonic, launch.drain_timeout
+        self._ranks = ranks.Ranks(launch.job.nproc, launch.policy, group, *timing)
+        self._running: dict[int, RankProcess] = {}  # by local rank
+        self._standby: Standby | None = None
+        self._got_by_all: int | None = None  # a signal that its sender has sent to the ranks, too
+        with ExitStack() as made:
+            self._job = job = _served_job(launch, made)
+            made.callback(events.emit, "agent_ended", job=job.run_id)
+            self._orphans = made.enter_context(adopted())
+            self._selector = made.enter_context(selectors.DefaultSelector())
+            self._logs = made.enter_context(Logs(launch.logs_specs, job.role, launch.log_line_prefix))
+            service = MonitorService(job.run_id, group.rank_metrics.restarted, nodes.agent)
+            self._monitors = made.enter_context(closing(service))
+            group.rank_metrics.ranks = service.ranks
+            if launch.forks and launch.program.script is not None:
+                self._start_standby()
+            events.emit("agent_started", job=job.run_id, started=events.started())
+            self._of_round = made.enter_context(ExitStack())
+            self._cleanup = made.pop_all()
+
+    def __enter__(self) -> "Loop":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._cleanup:
+            self._carry_out(self._ranks.abandoned())
+
+    def start(self, where: Round) -> None:
+        """Starts all ranks, in a new round: with a store of their own.
+
+        Args:
+            where: the round.
+
+        Raises:
+            OSError: one cannot be started, or this process may not open as many files as that takes. Those
+                that were started end with the context.
+            StoreError: the store does not answer.
+        """
+        self._group.begin_round(where)
+        events.emit("round_started", job=self._job.run_id, node=where.node)
+        self._of_round.close()
+        if where.group_rank == 0:
+            warn_if_open(without_secrets(where.store))
+        raise_file_limit()
+        nproc = self._job.nproc
+        # Otherwise ranks could not reach the store, and the others would call them missing.
+        check_open_files(_FILES_OF_ALL + nproc * _FILES_OF_A_RANK, f"with {nproc} ranks this process")
+        with self._signals.raised():
+            in_store = JobInStore(where.store, self._nodes.have_formed, self._signals.interruptible)
+            self._in_store = self._of_round.enter_context(closing(in_store))
+            announce(self._in_store.store, self._nodes.agent, HEAD)
+        starts = self._ranks.begin_round(where)
+        first_rank = where.base_rank if where.node else 0
+        self._logs.begin_round({each.rank: self._environment(each) for each in starts}, first_rank)
+        for each in starts:
+            self._start(each)
+        self._group.all_started()
+
+    def wait(self) -> End:
+        """Waits until all ranks have ended, and none is to be started again alone.
+
+        A signal that ends the job is forwarded to all ranks that run, unless its sender has signalled them,
+        too. Ranks that still run after the shutdown timeout are killed.
+        """
+        signals = self._signals
+        for waited_for in (signals.fd, self._nodes.inbox):
+            self._selector.register(waited_for, selectors.EVENT_READ)
+        try:
+            self._do_what_is_due()
+            while not self._ranks.is_over:
+                ready, arrived = self._select(), signals.read()
+                for signum in arrived:  # before the ends, which it may have caused
+                    if signum in signals.ending:
+                        self._carry_out(self._ranks.signalled(signum, signal_name(signum)))
+                    elif signum != signal.SIGCHLD:
+                        self._notify(signum)
+                for key in ready:
+                    if isinstance(key.data, RankProcess):
+                        self._take_end(key.data)
+                    elif key.data is self._standby and self._standby is not None:
+                        self._take_answers(self._standby)
+                if signal.SIGCHLD in arrived:
+                    self._reap_orphans()
+                for news in self._nodes.inbox.take():
+                    self._carry_out(self._ranks.take_news(news))
+                self._do_what_is_due()
+        finally:
+            for waited_for in (signals.fd, self._nodes.inbox):
+                self._selector.unregister(waited_for)
+        return self._ranks.end(self._outcome(self._ranks.needs_outcome_at_end))
+
+    # Waiting -------------------------------------------------------------------------------------------
+
+    def _select(self) -> list[selectors.SelectorKey]:
+        """Waits for the next event, or until something is due."""
+        now = time.monotonic()
+        due = self._ranks.due()
+        # epoll takes no more than some 25 days.
+        timeout = None if due is None else min(max(0.0, due - now), 1e6)
+        if self._standby is not None and self._ranks.are_asked_for:
+            # Its answers up to then are read first, so looking late whether it is overdue does no harm.
+            timeout = STANDBY_TIMEOUT if timeout is None else min(timeout, STANDBY_TIMEOUT)
+        return [key for key, _ in self._selector.select(timeout)]
+
+    def _do_what_is_due(self) -> None:
+        if self._standby is not None and self._standby.overdue(STANDBY_TIMEOUT):
+            log.warning("the standby process does not answer: ranks are started without it")
+            for request in self._end_standby():
+                self._execute_or_fail(request)
+        self._carry_out(self._ranks.tick(self._outcome(self._ranks.needs_outcome)))
+
+    def _outcome(self, is_needed: bool) -> JobOutcome:
+        return self._in_store.outcome() if is_needed else JobOutcome()
+
+    def _reap_orphans(self) -> None:
+        ours = [process.pid for process in self._running.values()]
+        if self._standby is not None:
+            self._standby.drop_dead_spare()
+            pids = self._standby.pids()
+            if pids is None:
+                return  # one that was just forked is not known yet
+            ours += pids
+        self._orphans.reap(ours)
+
+    # Carrying out --------------------------------------------------------------------------------------
+
+    def _carry_out(self, todo: Iterable[ranks.RankAction]) -> None:
+        for action in todo:
+            match action:
+                case ranks.Start():
+                    with self._or_failed(action.rank, action.incarnation):
+                        self._start(action)
+                case ranks.CancelStarts():
+                    if self._standby is not None:
+                        self._standby.cancel()
+                case ranks.ForkAhead():
+                    if self._standby is not None:
+                        self._standby.ask_ahead()
+                        self._take_answers(self._standby)
+                case ranks.EndTemplate():
+                    if self._standby is not None and action.signum and self._standby.got(action.signum):
+                        self._got_by_all = action.signum
+                        log.info("not forwarded: the sender of the signal has signalled each rank, too")
+                    self._end_standby()
+                case ranks.Send() if action.rank is not None or action.signum != self._got_by_all:
+                    for rank, process in self._running.items():
+                        if action.rank in (None, rank):
+                            process.send(action.signum)
+                case ranks.Kill():
+                    self._kill()
+                case ranks.AskPlace():
+                    is_ours, out_of_reach = self._nodes.look_for_place()
+                    self._carry_out(self._ranks.place(is_ours=is_ours, out_of_reach=out_of_reach))
+                case ranks.AskEnd():
+                    if since := self._monitors.last_end():
+                        self._carry_out(self._ranks.waits_at_end(since))
+                case ranks.LeaveJob():
+                    self._nodes.leave(action.why)
+                case ranks.ReportFailure():
+                    self._report(action)
+                case ranks.Log():
+                    log.log(logging.WARNING if action.is_warning else logging.INFO, "%s", action.line)
+                case ranks.AskToLeave():
+                    if not self._monitors.ask_to_leave(self._running[action.rank].pid):
+                        self._ranks.does_not_leave(action.rank)
+                case ranks.AskDrain():
+                    refused = self._nodes.drain(action.within, action.why)
+                    if refused:
+                        self._carry_out(self._ranks.stays(action, refused))
+
+    def _notify(self, signum: int) -> None:
+        """Passes a signal to the ranks that have a handler for it: it might end others, and their helpers."""
+        handle = {rank: one for rank, one in self._running.items() if signum in handled_signals(one.pid)}
+        for process in handle.values():
+            signal.pidfd_send_signal(process.pidfd, signum)
+        words = "%s: handed to %s; no other running rank of this node has a handler for it"
+        log.warning(words, signal_name(signum), self._ranks.names(handle))
+
+    def _report(self, report: ranks.ReportFailure) -> None:
+        failure = report.failure
+        running = sum(not process.has_ended() for process in self._running.values())
+        level = logging.INFO if failure.ended_by else logging.WARNING
+        others = f"; {running} still running on this node" if running else ""
+        words = "rank %d (pid %d): %s%s; %s"
+        log.log(level, words, failure.rank, failure.pid, failure.how, others, report.why)
+
+    # Starting ------------------------------------------------------------------------------------------
+
+    def _environment(self, asked: ranks.Start) -> dict[str, str]:
+        return self._job.environment(asked.rank, asked.restarts, self._ranks.round)
+
+    def _start(self, asked: ranks.Start) -> None:
+        """Starts a process, or asks the template for it."""
+        if not self._ranks.wants(asked):
+            return  # another one could not be started, and so none is
+        files = self._logs.open(asked.rank, asked.incarnation)
+        environment = {
+            **self._environment(asked),
+            INCARNATION_ENV: str(asked.incarnation),
+            ERROR_FILE_ENV: "" if files.error_file == os.devnull else files.error_file,
+            AGENT_ENV: self._monitors.name,
+        }
+        environment[PROCESS_ENV] = mark({**os.environ, **environment})
+        request = Request(asked.rank, asked.incarnation, files, environment, asked.is_replaced)
+        if self._standby is None:
+            self._execute(request)
+            return
+        self._standby.ask(request)
+        self._take_answers(self._standby)
+
+    def _execute(self, request: Request) -> None:
+        with ExitStack() as streams:
+            stdout, stderr = (opened(path, streams) for path in (request.files.stdout, request.files.stderr))
+            command = with_local_rank(self._program.command, str(request.rank))
+            popen = start(command, {**os.environ, **request.environment}, stdout, stderr)
+        popen.returncode = 0  # its end is waited for by its pidfd, as of those that are forked
+        self._add(request, popen.pid)
+
+    @contextmanager
+    def _or_failed(self, rank: int, incarnation: int) -> Iterator[None]:
+        """In a job that is on, a process that cannot be started in the block is one that has failed."""
+        try:
+            yield
+        except OSError as error:
+            self._logs.close(rank, incarnation)
+            words, number = f"cannot be started: {error}", self._ranks.round.rank(rank)
+            how = describe_exit(1)
+            failure = Failure(number, 0, 1, time.time(), words, "", incarnation, how=how)
+            facts = self._in_store.facts_of(number, 0)
+            self._carry_out(self._ranks.not_started(rank, failure, facts))
+
+    def _execute_or_fail(self, request: Request) -> None:
+        with self._or_failed(request.rank, request.incarnation):
+            self._execute(request)
+
+    def _add(self, request: Request, pid: int) -> None:
+        process = RankProcess(request, pid, os.pidfd_open(pid))  # of a child that is not reaped yet
+        self._running[request.rank] = process
+        self._monitors.add(pid, replaced=request.is_replaced)
+        self._selector.register(process.pidfd, selectors.EVENT_READ, process)
+        self._emit("rank_started", process)
+        self._carry_out(self._ranks.forked(request.rank, request.incarnation, pid))
+
+    def _emit(self, event: str, process: RankProcess, **fields: object) -> None:
+        request = process.request
+        rank = self._ranks.round.rank(request.rank)
+        who = {"rank": rank, "incarnation": request.incarnation, "child": process.pid}
+        events.emit(event, job=self._job.run_id, **who, **fields)
+
+    # The template --------------------------------------------------------------------------------------
+
+    def _start_standby(self) -> None:
+        self._standby = Standby(self._program, self._job.shared_environment())
+        self._selector.register(self._standby, selectors.EVENT_READ, self._standby)
+
+    def _end_standby(self) -> list[Request]:
+        """Ends the template; returns what it was asked for, and has not started."""
+        if self._standby is None:
+            return []
+        standby, self._standby = self._standby, None
+        self._selector.unregister(standby)
+        return standby.close(KILL_TIMEOUT)
+
+    def _take_answers(self, standby: Standby) -> None:
+        answers = standby.answers()
+        if answers is None:
+            self._replace_standby(standby)
+            return
+        for request, answer in answers:
+            if isinstance(answer, int):
+                self._add(request, answer)
+                continue
+            rank = self._ranks.round.rank(request.rank)
+            log.warning("rank %d is started without the standby process: %s", rank, answer)
+            self._execute_or_fail(request)
+
+    def _replace_standby(self, standby: Standby) -> None:
+        """The template has ended: another one takes its place, unless that would be a loop."""
+        lived = time.monotonic() - standby.started
+        lost = self._end_standby()
+        how = standby.process.returncode
+        log.warning("the standby process %d has ended (%s)", standby.process.pid, how)
+        if self._ranks.is_stopping:
+            return
+        if lived >= STANDBY_SETTLED:
+            try:
+                self._start_standby()
+            except OSError as error:
+                log.warning("there is no standby process any more: %s", error)
+        for request in lost:
+            self._execute_or_fail(request)
+
+    # An end --------------------------------------------------------------------------------------------
+
+    def _take_end(self, process: RankProcess) -> None:
+        asked = process.request
+        self._drop(process)
+        memory = self._monitors.remove(process.pid)
+        was_to_leave = memory is not None and memory.leave_requested
+        is_lost = memory is not None and memory.is_life_held  # in its call, whatever the exit code says
+        exitcode = process.reap()
+        self._logs.close(asked.rank, asked.incarnation)
+        self._emit("rank_ended", process, exitcode=exitcode)
+        failure = None
+        if (exitcode != 0 or is_lost) and not self._ranks.is_stopping:
+            rank = self._ranks.round.rank(asked.rank)
+            kills = max(0, count_kernel_kills() - asked.kernel_kills)
+            failure = read_failure(rank, process.pid, asked.incarnation, exitcode, asked.files, kills)
+        facts = JobFacts()
+        if failure is not None and self._ranks.decides(asked.rank):
+            facts = self._in_store.facts_of(failure.rank, failure.pid)
+        actions = self._ranks.ended(asked.rank, exitcode, failure, facts)
+        if was_to_leave:
+            self._group.dismissed(asked.rank)
+        self._carry_out(actions)
+
+    def _drop(self, process: RankProcess) -> None:
+        self._selector.unregister(process.pidfd)
+        del self._running[process.request.rank]
+
+    def _kill(self) -> None:
+        """Ends all that run, whatever they do."""
+        for process in self._running.values():
+            process.send(signal.SIGKILL)
+        deadline = time.monotonic() + KILL_TIMEOUT
+        for process in list(self._running.values()):
+            if connection.wait([process.pidfd], max(0.0, deadline - time.monotonic())):
+                self._take_end(process)
+        if self._running:
+            log.error("%s: still there %g s after SIGKILL, left behind", self._ranks.names(), KILL_TIMEOUT)
+        for process in list(self._running.values()):
+            self._drop(process)
+            os.close(process.pidfd)
+            self._carry_out(self._ranks.ended(process.request.rank, -signal.SIGKILL))
+
+
+def _served_job(launch: Launch, cleanup: ExitStack) -> Job:
     """The job with what this agent serves its ranks."""
     locks = os.memfd_create("ft_wrapper_devices")
     cleanup.callback(os.close, locks)

@@ -27,9 +27,8 @@ from torch.distributed.elastic.agent.server.api import WorkerState as WorkerStat
 from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 
 from . import health
-from .agent import group_of, run_agent
+from .agent import Launch, group_of, run_agent
 from .group import Counts as Counts
-from .loop import Launch
 from .nodes import EXIT_BARRIER_TIMEOUT, Nodes
 from .nodes import CannotStart as CannotStart
 from .policy import RANK_RESTARTS, RestartPolicy

@@ -35,8 +35,8 @@ from ..rendezvous.settings import ETCD_NAMES, NAME, read_parameters, unknown_opt
 from ..settings import LONGEST
 from ..store import secret
 from ..store.address import why_unknown, without_brackets
+from .agent import Launch
 from .health import ADDRESS_ENV
-from .loop import Launch
 from .node_check import TIMEOUT, NodeCheck
 from .nodes import EXIT_BARRIER_TIMEOUT
 from .outputs import ERROR_FILE_ENV, PREFIX_ENV, PREFIX_WORDS

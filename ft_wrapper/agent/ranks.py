@@ -5,7 +5,7 @@ Each rank of a round is in one state, or in none once it has ended for good:
     asked for --Forked--> running --Ended--> due --Place--> asked for ...
 
 A stop ends those that run, and takes back what is asked for or due. It is followed by the next round
-(`_Stop.again`) or by the end. `ft_wrapper.agent.loop` waits for what happens, and carries actions out.
+(`_Stop.again`) or by the end. `ft_wrapper.agent.agent` waits for what happens, and carries actions out.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 from .policy import JobFacts, JobOutcome, Remedy, RestartPolicy
 from .rounds import PROGRAM, End, Failure, JobResult, News, Round, What, in_order
 
-# Actions: data, carried out by `ft_wrapper.agent.loop` ------------------------------------------------------
+# Actions: data, carried out by `ft_wrapper.agent.agent` -----------------------------------------------------
 
 
 class RankAction:

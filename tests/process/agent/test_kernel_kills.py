@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ft_wrapper.agent import loop
+from ft_wrapper.agent import agent
 from ft_wrapper.agent.outputs import count_kernel_kills, describe_exit, kills_file
 from ft_wrapper.agent.rounds import INFRASTRUCTURE
 from ft_wrapper.run import main
@@ -100,7 +100,7 @@ def test_the_line_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kills: int
 ) -> None:
     before = count_kernel_kills()
-    monkeypatch.setattr(loop, "count_kernel_kills", lambda: before + kills)
+    monkeypatch.setattr(agent, "count_kernel_kills", lambda: before + kills)
     script = tmp_path / "script.py"
     script.write_text("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     assert main(["--no-fork", str(script)]) == INFRASTRUCTURE
