@@ -9,20 +9,18 @@ import contextlib
 import logging
 import os
 import tempfile
-import threading
 from collections.abc import Iterator
 
 from torch.distributed.elastic.agent.server import local_elastic_agent as theirs
-from torch.distributed.elastic.timer.file_based_local_timer import FileTimerRequest, FileTimerServer
+from torch.distributed.elastic.timer.file_based_local_timer import FileTimerServer
 
 log = logging.getLogger(__name__)
 
 _TIMERS_INTERVAL = 0.1  # seconds between two looks at the timers; as in torch's agent
-_END_TIMEOUT = 5.0
 
 
 class _Server(FileTimerServer):
-    """Torch's, but for two things: it spares the agent, and it can be stopped before its first use."""
+    """Torch's, but it spares the agent."""
 
     def _reap_worker(self, worker_pid: int, signal: int) -> bool:
         if worker_pid == os.getpid():
@@ -30,18 +28,6 @@ class _Server(FileTimerServer):
         log.warning("process %d has overrun a timer: it is sent signal %d", worker_pid, signal)
         reaped: bool = super()._reap_worker(worker_pid, signal)
         return reaped
-
-    def stop(self) -> None:
-        thread: threading.Thread | None = self._watchdog_thread
-        self._stop_signaled = True
-        nothing = FileTimerRequest(worker_pid=0, scope_id="", expiration_time=-1).to_json()
-        # Its thread may wait for the first worker to open the pipe, or for a line.
-        with contextlib.suppress(OSError), open(self._file_path, "r+b", buffering=0) as pipe:
-            os.set_blocking(pipe.fileno(), False)
-            pipe.write(f"{nothing}\n".encode())
-            if thread is not None:
-                thread.join(_END_TIMEOUT)
-        super().stop()
 
 
 @contextlib.contextmanager
