@@ -1,4 +1,4 @@
-"""The agent of a node, from start to end: its loop waits for what happens to the ranks.
+"""The agent of a node: round after round, its loop waits for what happens to the ranks.
 
 It carries out what `Ranks` answers. One thread waits for all processes, for the template, for signals, for
 news of the other nodes and for what is due; nothing is polled.
@@ -8,12 +8,15 @@ import dataclasses
 import logging
 import os
 import selectors
+import shlex
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from multiprocessing import connection
 
+from torch.distributed import DistError
+from torch.distributed.elastic import rendezvous as elastic
 from torch.distributed.elastic.agent.server.api import WorkerState
 from torch.distributed.elastic.metrics.api import put_metric
 from torch.distributed.elastic.multiprocessing import LogsSpecs
@@ -21,6 +24,8 @@ from torch.distributed.elastic.multiprocessing import LogsSpecs
 from .. import events
 from .._files import check_open_files, raise_file_limit
 from .._text import without_secrets
+from ..exception import StoreError
+from ..log_lines import note_node
 from ..monitor.identity import PROCESS_ENV, mark
 from ..monitor.service import MonitorService
 from ..monitor.signals import handled_signals
@@ -29,12 +34,12 @@ from ..store.secret import AGENT_ENV, announce, warn_if_open
 from . import health, ranks
 from .group import Group
 from .job_in_store import JobInStore
-from .nodes import Nodes, run_rounds
+from .nodes import CannotStart, Nodes, exit_code_of
 from .outputs import ERROR_FILE_ENV, Logs, count_kernel_kills, describe_exit, opened, read_failure
 from .policy import JobFacts, JobOutcome, RestartPolicy
 from .process import INCARNATION_ENV, Job, Program, RankProcess, Request, adopted, start, with_local_rank
-from .rounds import End, Failure, Round
-from .signals import SHUTDOWN_TIMEOUT, SIGNALS, SignalQueue, queued, signal_name
+from .rounds import BAD_NODE, DONE, INFRASTRUCTURE, End, Failure, JobResult, Round, What, worst
+from .signals import SHUTDOWN_TIMEOUT, SIGNALS, Signalled, SignalQueue, queued, signal_name
 from .standby import Standby
 from .torch_api.timers import watchdog
 
@@ -113,6 +118,117 @@ def run_agent(launch: Launch, group: Group, meet: Callable[[], Nodes], answer: A
     except BaseException:
         group.become(WorkerState.UNKNOWN)
         raise
+
+
+# Round after round -----------------------------------------------------------------------------------------
+
+
+def run_rounds(nodes: Nodes, loop: "Loop", signals: SignalQueue) -> End:
+    """Runs the ranks of this node until the job is over, or this node's part in it.
+
+    Args:
+        nodes: the others.
+        loop: this node's ranks.
+        signals: what ends the job, and what does not.
+
+    Raises:
+        CannotStart: the first round does not form, or its ranks cannot be started; says why.
+    """
+    is_first = True
+    while True:
+        try:
+            with nodes.inbox.unattended(), signals.raised():
+                where = nodes.next_round()
+            nodes.store = where.store
+            note_node(where.group_rank)
+            loop.start(where)
+            if where.group_rank == 0:
+                log.info("see how the job stands: ftrun status %s", shlex.quote(where.store))
+        except Signalled as signalled:
+            name = signal_name(signalled.signum)
+            log.warning("%s: this node leaves before the rendezvous is complete", name)
+            nodes.leave(f"it was ended by {name}")
+            return End(signum=signalled.signum, signal=name)
+        except elastic.RendezvousGracefulExitError as error:
+            log.info("%s", error)
+            return End(elsewhere=nodes.closed_with())
+        except (OSError, StoreError, ValueError, DistError, elastic.RendezvousError) as error:
+            why = str(error) or type(error).__name__  # torch's handlers raise some that say nothing
+            nodes.leave(f"it could not go on: {why}")
+            if is_first:
+                raise CannotStart(why) from error
+            # Others may be done; this node was not.
+            code = max(exit_code_of(error), INFRASTRUCTURE)
+            own = JobResult(code, f"the next round has not begun: {why}")
+            closed = nodes.closed_with()
+            return End(
+                ended_by=own.why, elsewhere=own if closed is None or closed.verdict == "done" else closed
+            )
+        is_first = False
+        end = loop.wait()
+        if end.signum is None and not end.again and not end.ended_by:
+            end = _await_others(end, nodes, signals)
+        if end.signum is not None or not end.again:
+            return end
+
+
+def _await_others(end: End, nodes: Nodes, signals: SignalQueue) -> End:
+    """This node's ranks have ended for good: what that means for the others, and what they do yet."""
+    if end.failed:
+        nodes.fail(end.failed, end.result().to_text())
+        return end
+    if end.drained and not nodes.keeps_others:
+        nodes.leave("it was drained")
+        return dataclasses.replace(end, left=JobResult(DONE, "this node was drained", verdict="drained"))
+    said = "" if end.lost or end.drained else end.result().to_text()
+    if not end.closed and nodes.await_others(said, as_host_only=not said):
+        why = "it hosts their store" if end.drained else "waiting for the other nodes"
+        log.info("the ranks of this node have ended; %s", why)
+        end = _wait(end, nodes, signals)
+        if end.again or end.signum is not None or end.ended_by:
+            return end
+    elif end.lost:
+        # Ranks that gave up, or found no others, do so on all nodes.
+        is_over = not end.failures or any(one.gave_up or one.was_stranded for one in end.failures)
+        if not is_over and nodes.states().get("active", 1) > 1:
+            end = dataclasses.replace(end, left=JobResult(BAD_NODE, "its ranks are lost, the others go on"))
+        nodes.leave("its ranks are lost")
+        return end
+    nodes.finish(end.result().to_text())
+    return end
+
+
+def _wait(end: End, nodes: Nodes, signals: SignalQueue) -> End:
+    """Waits until the others are done, too; returns the end as it is then."""
+    with selectors.DefaultSelector() as selector:
+        for waited_for in (signals.fd, nodes.inbox):
+            selector.register(waited_for, selectors.EVENT_READ)
+        while True:
+            selector.select()
+            for signum in signals.read():
+                if signum in signals.ending:
+                    name = signal_name(signum)
+                    log.warning("%s: this node leaves; its ranks had ended", name)
+                    nodes.leave(f"it was ended by {name}")
+                    return dataclasses.replace(end, signum=signum, signal=name)
+            for news in nodes.inbox.take():
+                if news.what in (What.DRAIN, What.NOTICE):
+                    continue  # no rank is left here
+                if news.why:
+                    log.warning("%s", news.why)
+                if news.what is What.GONE:
+                    continue  # no node waits for it
+                if news.what is What.COME:
+                    return dataclasses.replace(end, again=True)
+                if news.what is What.OVER:
+                    return dataclasses.replace(end, ended_by=news.why, elsewhere=news.result)
+                end = dataclasses.replace(end, closed=True, elsewhere=worst((end.elsewhere, news.result)))
+                if end.lost and news.result is not None and news.result.exit_code == DONE:
+                    return dataclasses.replace(end, failures=[], forgiven=[*end.forgiven, *end.failures])
+                return end
+
+
+# One round -------------------------------------------------------------------------------------------------
 
 
 class Loop:

@@ -1,30 +1,18 @@
-"""The life of a node: round after round, until the job is over, here or everywhere.
-
-And what an agent asks of the other nodes: rounds, news, and how to leave.
-"""
+"""What an agent asks of the other nodes: rounds, news, how to leave."""
 
 import collections
-import dataclasses
-import logging
-import selectors
-import shlex
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Protocol
 
 from torch.distributed import DistError
 from torch.distributed.elastic import rendezvous as elastic
 
 from ..exception import StoreError
-from ..log_lines import note_node
 from ..monitor.service import service_name
 from ..store.bounded import in_background
-from .rounds import BAD_NODE, COMMAND_LINE, DONE, INFRASTRUCTURE, End, JobResult, News, Round, What, worst
-from .signals import Signalled, SignalQueue, signal_name
-
-log = logging.getLogger(__name__)
+from .rounds import BAD_NODE, COMMAND_LINE, INFRASTRUCTURE, JobResult, News, Round, What
 
 #: Seconds for which a node whose ranks are done waits for the others, by default; as in torch's agents.
 EXIT_BARRIER_TIMEOUT = 300.0
@@ -259,132 +247,9 @@ class Nodes:
         self.inbox.close()
 
 
-# Round after round -----------------------------------------------------------------------------------------
-
-
-class Workers(Protocol):
-    """What runs on this node in each round."""
-
-    def start(self, where: Round) -> None:
-        """Starts all; those of the round before have ended.
-
-        Raises:
-            OSError: they cannot be started.
-            StoreError: the store of the round does not answer.
-        """
-
-    def wait(self) -> End:
-        """Waits until all have ended for this round. Signals and news of the other nodes end them."""
-
-
-def run_rounds(nodes: Nodes, workers: Workers, signals: SignalQueue) -> End:
-    """Runs the workers of this node until the job is over, or this node's part in it.
-
-    Args:
-        nodes: the others.
-        workers: this node's.
-        signals: what ends the job, and what does not.
-
-    Raises:
-        CannotStart: the first round does not form, or its workers cannot be started; says why.
-    """
-    is_first = True
-    while True:
-        try:
-            with nodes.inbox.unattended(), signals.raised():
-                where = nodes.next_round()
-            nodes.store = where.store
-            note_node(where.group_rank)
-            workers.start(where)
-            if where.group_rank == 0:
-                log.info("see how the job stands: ftrun status %s", shlex.quote(where.store))
-        except Signalled as signalled:
-            name = signal_name(signalled.signum)
-            log.warning("%s: this node leaves before the rendezvous is complete", name)
-            nodes.leave(f"it was ended by {name}")
-            return End(signum=signalled.signum, signal=name)
-        except elastic.RendezvousGracefulExitError as error:
-            log.info("%s", error)
-            return End(elsewhere=nodes.closed_with())
-        except (OSError, StoreError, ValueError, DistError, elastic.RendezvousError) as error:
-            why = str(error) or type(error).__name__  # torch's handlers raise some that say nothing
-            nodes.leave(f"it could not go on: {why}")
-            if is_first:
-                raise CannotStart(why) from error
-            # Others may be done; this node was not.
-            code = max(exit_code_of(error), INFRASTRUCTURE)
-            own = JobResult(code, f"the next round has not begun: {why}")
-            closed = nodes.closed_with()
-            return End(
-                ended_by=own.why, elsewhere=own if closed is None or closed.verdict == "done" else closed
-            )
-        is_first = False
-        end = workers.wait()
-        if end.signum is None and not end.again and not end.ended_by:
-            end = _await_others(end, nodes, signals)
-        if end.signum is not None or not end.again:
-            return end
-
-
 def exit_code_of(error: BaseException | None) -> int:
     """The exit code if a round does not begin because of this error."""
     if isinstance(error, BadNode):
         return BAD_NODE
     lost = (elastic.RendezvousConnectionError, elastic.RendezvousTimeoutError, StoreError)
     return INFRASTRUCTURE if isinstance(error, (*lost, DistError, TimeoutError)) else COMMAND_LINE
-
-
-def _await_others(end: End, nodes: Nodes, signals: SignalQueue) -> End:
-    """This node's ranks have ended for good: what that means for the others, and what they do yet."""
-    if end.failed:
-        nodes.fail(end.failed, end.result().to_text())
-        return end
-    if end.drained and not nodes.keeps_others:
-        nodes.leave("it was drained")
-        return dataclasses.replace(end, left=JobResult(DONE, "this node was drained", verdict="drained"))
-    said = "" if end.lost or end.drained else end.result().to_text()
-    if not end.closed and nodes.await_others(said, as_host_only=not said):
-        why = "it hosts their store" if end.drained else "waiting for the other nodes"
-        log.info("the ranks of this node have ended; %s", why)
-        end = _wait(end, nodes, signals)
-        if end.again or end.signum is not None or end.ended_by:
-            return end
-    elif end.lost:
-        # Ranks that gave up, or found no others, do so on all nodes.
-        is_over = not end.failures or any(one.gave_up or one.was_stranded for one in end.failures)
-        if not is_over and nodes.states().get("active", 1) > 1:
-            end = dataclasses.replace(end, left=JobResult(BAD_NODE, "its ranks are lost, the others go on"))
-        nodes.leave("its ranks are lost")
-        return end
-    nodes.finish(end.result().to_text())
-    return end
-
-
-def _wait(end: End, nodes: Nodes, signals: SignalQueue) -> End:
-    """Waits until the others are done, too; returns the end as it is then."""
-    with selectors.DefaultSelector() as selector:
-        for waited_for in (signals.fd, nodes.inbox):
-            selector.register(waited_for, selectors.EVENT_READ)
-        while True:
-            selector.select()
-            for signum in signals.read():
-                if signum in signals.ending:
-                    name = signal_name(signum)
-                    log.warning("%s: this node leaves; its ranks had ended", name)
-                    nodes.leave(f"it was ended by {name}")
-                    return dataclasses.replace(end, signum=signum, signal=name)
-            for news in nodes.inbox.take():
-                if news.what in (What.DRAIN, What.NOTICE):
-                    continue  # no rank is left here
-                if news.why:
-                    log.warning("%s", news.why)
-                if news.what is What.GONE:
-                    continue  # no node waits for it
-                if news.what is What.COME:
-                    return dataclasses.replace(end, again=True)
-                if news.what is What.OVER:
-                    return dataclasses.replace(end, ended_by=news.why, elsewhere=news.result)
-                end = dataclasses.replace(end, closed=True, elsewhere=worst((end.elsewhere, news.result)))
-                if end.lost and news.result is not None and news.result.exit_code == DONE:
-                    return dataclasses.replace(end, failures=[], forgiven=[*end.forgiven, *end.failures])
-                return end

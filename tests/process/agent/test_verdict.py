@@ -18,7 +18,8 @@ from test_nodes import WRAPPED, Cluster
 from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError
 
-from ft_wrapper.agent.nodes import BadNode, CannotStart, Nodes, exit_code_of, run_rounds
+from ft_wrapper.agent.agent import Loop, run_rounds
+from ft_wrapper.agent.nodes import BadNode, CannotStart, Nodes, exit_code_of
 from ft_wrapper.agent.outputs import describe_exit
 from ft_wrapper.agent.rounds import End, Failure, JobResult, Round, alone, result_of_failures, worst
 from ft_wrapper.agent.signals import SIGNALS, queued
@@ -382,7 +383,10 @@ def test_why_a_round_does_not_begin(code: int, kind: type[Exception], rounds: in
                 raise error
             return left
 
-    class Ranks:
+    class Ranks(Loop):
+        def __init__(self) -> None:
+            pass
+
         def start(self, where: Round) -> None:
             pass
 
