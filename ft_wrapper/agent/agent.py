@@ -18,7 +18,6 @@ from multiprocessing import connection
 from torch.distributed import DistError
 from torch.distributed.elastic import rendezvous as elastic
 from torch.distributed.elastic.agent.server.api import WorkerState
-from torch.distributed.elastic.metrics.api import put_metric
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 
 from .. import events
@@ -87,30 +86,29 @@ class Launch:
     devices: int = 0
 
 
-def group_of(job: Job) -> Group:
-    """The ranks of a job on this node, which any thread may read; their state goes to torch's metrics."""
-    return Group(job.role, job.nproc, job.max_restarts, _report_state)
-
-
-def run_agent(launch: Launch, group: Group, meet: Callable[[], Nodes], answer: Answer = health.health) -> End:
+def run_agent(
+    launch: Launch, meet: Callable[[], Nodes], group: Group | None = None, answer: Answer = health.health
+) -> End:
     """Runs the ranks of a job on this node as processes, to their end; in the main thread.
 
     Args:
         launch: what it runs, and how.
-        group: the ranks, as `group_of` has made them.
         meet: makes this node's part among the others, which does not connect yet.
+        group: keeps the state of the ranks, for other threads; a new one when None.
         answer: answers whether the agent is alive, meanwhile.
 
     Raises:
         CannotStart: the nodes did not meet, or no rank could be started.
         OSError: something that ranks need cannot be had.
     """
+    job = launch.job
+    group = group or Group(job.role, job.nproc, job.max_restarts)
     try:
         with ExitStack() as cleanup:
             queue = cleanup.enter_context(queued(launch.signals))
             nodes = meet()
             cleanup.callback(nodes.close)
-            cleanup.enter_context(answer(group, nodes, launch.job.run_id))
+            cleanup.enter_context(answer(group, nodes, job.run_id))
             loop = cleanup.enter_context(Loop(launch, nodes, group, queue))
             end = run_rounds(nodes, loop, queue)
             group.finished(end)
@@ -258,7 +256,7 @@ class Loop:
         with ExitStack() as made:
             self._job = job = _served_job(launch, made)
             made.callback(events.emit, "agent_ended", job=job.run_id)
-            self._orphans = made.enter_context(adopted())
+            self._reap = made.enter_context(adopted())
             self._selector = made.enter_context(selectors.DefaultSelector())
             self._logs = made.enter_context(Logs(launch.logs_specs, job.role, launch.log_line_prefix))
             service = MonitorService(job.run_id, group.rank_metrics.restarted, nodes.agent)
@@ -372,7 +370,7 @@ class Loop:
             if pids is None:
                 return  # one that was just forked is not known yet
             ours += pids
-        self._orphans.reap(ours)
+        self._reap(ours)
 
     # Carrying out --------------------------------------------------------------------------------------
 
@@ -598,9 +596,3 @@ def _served_job(launch: Launch, cleanup: ExitStack) -> Job:
         signals=",".join(signum.name for signum in launch.signals),
         devices=f"/proc/{os.getpid()}/fd/{locks}:{launch.devices}" if launch.devices else "",
     )
-
-
-def _report_state(group: Group) -> None:
-    log.debug("[%s] the workers are %s", group.role, group.state.name)
-    put_metric(f"workers.{group.role}.remaining_restarts", group.remaining_restarts)
-    put_metric(f"workers.{group.role}.{group.state.name.lower()}", 1)

@@ -27,8 +27,9 @@ from torch.distributed.elastic.agent.server.api import WorkerState as WorkerStat
 from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 
 from . import health
-from .agent import Launch, group_of, run_agent
+from .agent import Launch, run_agent
 from .group import Counts as Counts
+from .group import Group
 from .nodes import EXIT_BARRIER_TIMEOUT, Nodes
 from .nodes import CannotStart as CannotStart
 from .policy import RANK_RESTARTS, RestartPolicy
@@ -139,7 +140,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             spec.max_restarts,
             virtual_local_rank=getattr(spec, "virtual_local_rank", False),  # not in older torch
         )
-        self._group = group_of(job)
+        self._group = Group(job.role, job.nproc, job.max_restarts)
         self._launch = Launch(
             job,
             Program(()) if self._call else program_of(str(spec.entrypoint), list(map(str, spec.args))),
@@ -232,12 +233,12 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     def _run_to_end(self) -> End:
         if not self._call:
-            return run_agent(self._launch, self._group, self._meet, self._answer)
+            return run_agent(self._launch, self._meet, self._group, self._answer)
         with tempfile.TemporaryDirectory(prefix="ft_wrapper_call_") as folder:
             call_function.write_call(folder, self._call)
             program = python_program(call_function.__name__, [folder, LOCAL_RANK], is_module=True)
             launch = dataclasses.replace(self._launch, program=program)
-            end = run_agent(launch, self._group, self._meet, self._answer)
+            end = run_agent(launch, self._meet, self._group, self._answer)
             where = self._group.round
             if where is not None and self._group.state is WorkerState.SUCCEEDED:
                 for rank in self._group.succeeded:

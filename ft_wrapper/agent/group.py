@@ -8,14 +8,18 @@ import collections
 import copy
 import dataclasses
 import itertools
+import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import WorkerState
+from torch.distributed.elastic.metrics.api import put_metric
 
 from ..monitor.shared_memory import RankMemory
 from .rounds import End, Round
+
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +50,6 @@ class Group:
         role: their name.
         nproc: how many there are.
         max_restarts: how often all may be restarted.
-        on_state: called with each new state.
 
     Attributes:
         state: the state now.
@@ -58,13 +61,7 @@ class Group:
         rank_metrics: what is known of ranks in wrapped calls.
     """
 
-    def __init__(
-        self,
-        role: str,
-        nproc: int,
-        max_restarts: int,
-        on_state: Callable[["Group"], object] = lambda _: None,
-    ) -> None:
+    def __init__(self, role: str, nproc: int, max_restarts: int) -> None:
         self.role = role
         self.nproc = nproc
         self.max_restarts = max_restarts
@@ -75,7 +72,6 @@ class Group:
         self.missing: frozenset[int] = frozenset()
         self.succeeded: frozenset[int] = frozenset()
         self.rank_metrics = RankMetrics()
-        self._on_state = on_state
         self._is_starting = False
 
     @property
@@ -144,9 +140,11 @@ class Group:
         self.become(WorkerState.STOPPED if end.signum is not None else last)
 
     def become(self, state: WorkerState) -> None:
-        """Changes the state."""
+        """Changes the state, and reports it to torch's metrics."""
         self.state, self._is_starting = state, False
-        self._on_state(self)
+        log.debug("[%s] the workers are %s", self.role, state.name)
+        put_metric(f"workers.{self.role}.remaining_restarts", self.remaining_restarts)
+        put_metric(f"workers.{self.role}.{state.name.lower()}", 1)
 
     def _count(self, what: str, more: int = 1) -> None:
         self.counts = dataclasses.replace(self.counts, **{what: getattr(self.counts, what) + more})

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from multiprocessing import connection
 
 import psutil
@@ -304,47 +304,39 @@ def await_adoption(parent: int) -> None:
             os.close(pidfd)
 
 
-class Orphans:
-    """Processes whose parents have died, and which are children of the agent now. Use `adopted` to make one.
+@contextlib.contextmanager
+def adopted() -> Iterator[Callable[[Collection[int]], None]]:
+    """For a while, this process is a subreaper: it adopts what its descendants leave behind.
 
-    The agent makes itself a subreaper, so that the ranks which its template forks become its own children.
-    Then it also gets what the ranks leave behind, data loaders for instance, and has to wait for these.
+    So the ranks that its template forks become its own children. Then it also gets what the ranks leave
+    behind, data loaders for instance, and has to wait for these.
+
+    Returns:
+        A context: what waits for orphans that have ended, without blocking. It takes the children that the
+        caller waits for itself: the first of them that has ended, and was not waited for yet, hides what
+        comes behind it. Call it again then.
+
+    Raises:
+        OSError: the kernel refuses.
     """
+    # Children that something else in this process has started, and waits for.
+    others = {child.pid for child in psutil.Process().children()}
 
-    def __init__(self) -> None:
-        # Children that something else in this process has started, and waits for.
-        self._others = {child.pid for child in psutil.Process().children()}
-
-    def reap(self, ours: Collection[int]) -> None:
-        """Waits for those that have ended. Does not block.
-
-        Args:
-            ours: children that the caller waits for itself. The first of them that has ended, and was not
-                waited for yet, hides what comes behind it: call this again then.
-        """
+    def reap(ours: Collection[int]) -> None:
         while True:
             try:
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
                 return
-            if ended is None or ended.si_pid in self._others or ended.si_pid in ours:
+            if ended is None or ended.si_pid in others or ended.si_pid in ours:
                 return
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(ended.si_pid, os.WNOHANG)
 
-
-@contextlib.contextmanager
-def adopted() -> Iterator[Orphans]:
-    """For a while, this process adopts what its descendants leave behind.
-
-    Raises:
-        OSError: the kernel refuses.
-    """
     _set_subreaper(True)
     try:
-        orphans = Orphans()
-        yield orphans
-        orphans.reap(())
+        yield reap
+        reap(())
     finally:
         _set_subreaper(False)
 

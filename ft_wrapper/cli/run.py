@@ -24,7 +24,7 @@ from .. import check, events
 from .._files import replace_broken_streams
 from .._text import without_secrets
 from ..agent import outputs
-from ..agent.agent import group_of, run_agent
+from ..agent.agent import run_agent
 from ..agent.ft_nodes import FtNodes, OneNode
 from ..agent.nodes import CannotStart, Nodes, exit_code_of
 from ..agent.options import Options
@@ -69,8 +69,7 @@ def run(options: Options) -> int:
             log_dir = cleanup.enter_context(_log_folder(options))
             cleanup.enter_context(options.environment())
             events.check_events_file()
-            launch = options.launch(log_dir)
-            end = run_agent(launch, group_of(launch.job), lambda: _meet(options, cleanup))
+            end = run_agent(options.launch(log_dir), lambda: _meet(options, cleanup))
             replace_broken_streams()
         except (OSError, CannotStart) as error:
             words = " ".join(str(error).split())

@@ -36,20 +36,20 @@ def start_orphan() -> int:
 
 def test_orphans_are_reaped_and_other_children_are_not() -> None:
     others = subprocess.Popen(["true"])
-    with adopted() as orphans:
+    with adopted() as reap:
         await_end(others.pid)
-        orphans.reap(())
+        reap(())
         assert others.wait() == 0  # its exit code was still there to be had
         orphan = start_orphan()
         await_end(orphan)
         own = subprocess.Popen(["false"])
         await_end(own.pid)
-        orphans.reap([own.pid])
+        reap([own.pid])
         assert own.wait() == 1
-        orphans.reap([own.pid])
+        reap([own.pid])
         with pytest.raises(ChildProcessError):
             os.waitpid(orphan, os.WNOHANG)
-        orphans.reap([])  # without children
+        reap([])  # without children
 
 
 # As the template does, for a rank; but both the process between and the agent have ended when it looks.
