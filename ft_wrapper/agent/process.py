@@ -136,8 +136,10 @@ class Job:
         own: dict[str, str] = {}
         if self.active_world_size is not None:
             own[ACTIVE_WORLD_SIZE_ENV] = str(self.active_world_size)
-        if self.virtual_local_rank:
-            own |= {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": _own_device(local_rank)}
+        if self.virtual_local_rank:  # as torchrun has it: among the GPUs that this process may see
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+            device = str(local_rank) if visible is None else visible.split(",")[local_rank].strip()
+            own |= {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": device}
         if self.devices:
             own[DEVICES_ENV] = self.devices
             own["LOCAL_RANK"] = str(local_rank % int(self.devices.rpartition(":")[2]))
@@ -162,12 +164,6 @@ class Job:
             "TORCHELASTIC_MAX_RESTARTS": str(self.max_restarts),
             **own,
         }
-
-
-def _own_device(local_rank: int) -> str:
-    """The GPU of a rank, as torchrun has it: among those that this process may see."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return str(local_rank) if visible is None else visible.split(",")[local_rank].strip()
 
 
 # The process -----------------------------------------------------------------------------------------------

@@ -296,8 +296,11 @@ def _serve(control: socket.socket) -> socket.socket:
         data, fds, _, _ = socket.recv_fds(control, _MAX_MESSAGE, 1)
         if not data:
             os._exit(0)  # the agent is gone
-        if data == _IMPORT_MORE:
-            _import_more()
+        if data == _IMPORT_MORE:  # takes seconds; most training scripts need it, as torch's optimizers do
+            with suppress(Exception):  # then the scripts see for themselves
+                import_lazy_modules()
+            gc.collect()
+            gc.freeze()
             continue
         orders = socket.socket(fileno=fds[0])
         answer = _fork()
@@ -305,14 +308,6 @@ def _serve(control: socket.socket) -> socket.socket:
             return orders
         orders.close()
         control.sendall(json.dumps(answer).encode())
-
-
-def _import_more() -> None:
-    """Imports what takes seconds and most training scripts need, as torch's optimizers do."""
-    with suppress(Exception):  # then the scripts see for themselves
-        import_lazy_modules()
-    gc.collect()
-    gc.freeze()
 
 
 def _fork() -> dict[str, object] | None:

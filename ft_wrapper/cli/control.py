@@ -141,19 +141,18 @@ class JobStores:
         endpoint: what a user calls the job.
         opened: closes the stores.
 
+    Attributes:
+        meeting: where its nodes meet, or its ranks agree.
+
     Raises:
-        StoreError: the store where its nodes meet, or its ranks agree, cannot be reached.
+        StoreError: that store cannot be reached.
     """
 
     def __init__(self, endpoint: str, opened: contextlib.ExitStack) -> None:
         self._endpoint = endpoint
         self._opened = opened
-        self._store = opened.enter_context(opened_by_tool(meeting_place(endpoint), TIMEOUT))
-        self._record = self.record()
-
-    def record(self) -> RendezvousRecord | None:
-        """What the nodes have agreed on; None if no node meets others there."""
-        return read_record(self._store)
+        self.meeting = opened.enter_context(opened_by_tool(meeting_place(endpoint), TIMEOUT))
+        self._record = read_record(self.meeting)
 
     def ranks(self) -> StoreMixin | None:
         """Where the ranks agree; None while they have no store.
@@ -163,10 +162,10 @@ class JobStores:
             StoreError: it cannot be reached.
         """
         if self._record is None:
-            return self._store
+            return self.meeting
         if self._record.closed:
             raise Refused("the job is over")
-        address = ranks_store(self._endpoint, self._store, self._record)
+        address = ranks_store(self._endpoint, self.meeting, self._record)
         return self._opened.enter_context(opened_by_tool(address, TIMEOUT)) if address else None
 
     def change(self, change: Callable[[RendezvousRecord], RendezvousRecord]) -> RendezvousRecord:
@@ -184,7 +183,7 @@ class JobStores:
             where = f"no node of ftrun meets others at {self._endpoint}"
             raise Refused(f"{where}; give the job's --rdzv-endpoint, or on one node what ftrun prints")
         try:
-            return RecordRegister(self._store, self._record).change(change)
+            return RecordRegister(self.meeting, self._record).change(change)
         except RendezvousError as error:
             raise StoreError(str(error)) from error
 
@@ -223,7 +222,7 @@ def drain(endpoint: str, target: str, within: float, why: str) -> str:
             _await_gone(ranks, leaving, within + _SLACK)
         except (StoreError, DistError):
             # Under --restart-policy group the next round may close the ranks' store first.
-            if (now := job.record()) is None or drains.drained_slots(now, asked):
+            if (now := read_record(job.meeting)) is None or drains.drained_slots(now, asked):
                 raise
         left = len(slots - leaving)
     names = ", ".join(map(str, sorted(leaving)))

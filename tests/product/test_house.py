@@ -51,7 +51,7 @@ class Budget:
 
 LINES = {
     "top": Budget(990, 1355, CORE),
-    "cli": Budget(700, 759, SHELL),
+    "cli": Budget(700, 757, SHELL),
     "restart": Budget(1200, 1471, CORE),
     "rank_assignment": Budget(500),
     "protocol": Budget(2170, 2264, CORE),
@@ -59,7 +59,7 @@ LINES = {
     "monitor": Budget(2210, 2437, CORE),
     "torch_groups": Budget(1185, 1249, CORE),
     "rendezvous": Budget(1700, 1769, CORE),
-    "agent": Budget(3160, 3726, SHELL),
+    "agent": Budget(3160, 3723, SHELL),
     # It gave 260 of 550 to what seals take beside their own room: protocol 50, store 110, live 90,
     # rendezvous 10.
     "agent/torch_api": Budget(290),
