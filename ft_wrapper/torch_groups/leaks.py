@@ -11,16 +11,18 @@ import dataclasses
 import gc
 import inspect
 import os
+import reprlib
 import sys
 import threading
+import traceback
 import types
-import warnings
 from collections.abc import Collection, Iterable, Iterator
 from types import FrameType
 from typing import Any
 
 import torch
 
+from .. import _names
 from ..monitor.frames import current_frames
 from . import tracker
 from .release import wait_for_released_groups
@@ -60,6 +62,9 @@ class Leak:
     cycle: str | None = None
     within: bool = False
 
+    what = _names.attribute("Leak", "what", "kind")
+    held_by = _names.attribute("Leak", "held_by", "referrer")
+
     def __str__(self) -> str:
         """One line."""
         article = "an" if self.kind.startswith(("FSDP", "A", "E", "I", "O")) else "a"
@@ -88,134 +93,98 @@ def find_leaks() -> list[Leak]:
         no restart.
     """
     wait_for_released_groups()
-    living = tracker.current.earlier()
-    exempt, _ = _reached_by_data(tracker.current.exempt_holders.values(), [made for made, _ in living])
-    living = [(made, n) for made, n in living if not any(made is other for other in exempt)]
+    exempt = _reach(tracker.current.exempt_holders.values(), _seen_globals())
+    living = [(made, n) for made, n in tracker.current.earlier() if id(made) not in exempt]
     if not living:
         return []
+    paths = _find_paths({id(made): made for made, _ in living}, sys._getframe(1))
     # The holders first: a module holds its mesh, and a mesh its groups.
-    wanted = sorted([made for made, _ in reversed(living)], key=_depth)
-    paths, within = _find_paths(wanted, sys._getframe(1))
-    leaks = []
+    living.sort(key=lambda one: (id(one[0]) not in paths, _depth(one[0])))
+    held, leaks = _seen_globals(), list[Leak]()
     for made, n in living:
-        path, is_within = paths.get(id(made)), id(made) in within
-        cycle = _cycle_of(made) if path is None and not is_within else None
+        path = paths.get(id(made))
+        is_within = path is None and id(made) in held
+        cycle = None if path or is_within else _cycle_of(made)
         leaks.append(Leak(kind_of(made), n, path, cycle, is_within))
-    return sorted(leaks, key=lambda leak: leak.within)
+        _reach([made], held)
+    return sorted(leaks, key=lambda leak: (leak.within, leak.iteration))
 
 
 def _depth(made: object) -> int:
     return 0 if isinstance(made, torch.nn.Module) else 2 if kind_of(made) == "ProcessGroup" else 1
 
 
-class Leftover(Leak):
-    """A `Leak` with the old names of its fields, for one release."""
-
-    @property
-    def what(self) -> str:
-        """The ``kind``."""
-        return self.kind
-
-    @property
-    def held_by(self) -> str | None:
-        """The ``referrer``."""
-        return self.referrer
+Leftover = Leak
+"""The old name of `Leak`, for one release."""
 
 
-def leftovers() -> list[Leftover]:
+def leftovers() -> list[Leak]:
     """The old name of `find_leaks`, for one release."""
-    words = "leftovers() is find_leaks() now; what and held_by are Leak.kind and Leak.referrer"
-    warnings.warn(words, DeprecationWarning, stacklevel=2)
-    return [Leftover(**vars(leak)) for leak in find_leaks()]
+    _names.warn("leftovers()", "find_leaks()")
+    return find_leaks()
 
 
 # What refers to an object -----------------------------------------------------------------------------------
 
 
-def _find_paths(wanted: Collection[object], caller: FrameType) -> tuple[dict[int, str], set[int]]:
+def _find_paths(wanted: dict[int, Any], caller: FrameType) -> dict[int, str]:
     """Finds paths to objects, among all objects of the process.
 
     Args:
-        wanted: the objects to find; those that may hold others come first.
+        wanted: the objects to find, by their ids.
         caller: frame of the searching thread; the search covers this frame and its callers.
 
     Returns:
-        The paths found, by the id of the object; and the ids of objects that were only found through other
-        wanted objects.
+        The paths, by the id of the object. None leads through another wanted object.
     """
-    ids = set(map(id, wanted))
     roots: dict[int, _Root] = {}
-    for root in (*_modules(), *_threads(), *_locals(caller)):
+    for root in (*_modules(), *_locals(caller)):
         roots.setdefault(id(root[0]), root)  # a module may have two names
     parents: _Parents = {id(sys.modules): None, **dict.fromkeys(roots)}
-    found = _reach([variables for variables, *_ in roots.values()], ids, parents, within=False)
+    _reach([variables for variables, *_ in roots.values()], parents, wanted)
     paths = {}
-    for thing in found:
-        variables, *chain = _chain(thing, parents, roots)
+    for each in wanted.keys() & parents.keys():
+        variables, *chain = _chain(wanted[each], parents, roots)
         _, before, after = roots[id(variables)]
         name = next((name for name, value in list(variables.items()) if value is chain[0]), "…")
-        paths[id(thing)] = before + name + _describe(chain) + after
-    inner = _reach(found, ids, parents)
-    for thing in wanted:  # an object without a path may still hold others
-        if id(thing) not in parents:
-            parents[id(thing)] = None
-            inner += _reach([thing], ids, parents)
-    return paths, set(map(id, inner))
-
-
-def _reached_by_data(holders: Collection[object], wanted: Collection[object]) -> tuple[list[Any], _Parents]:
-    """Finds objects that are held through data alone, not through classes, functions and modules.
-
-    Args:
-        holders: the objects that may hold them.
-        wanted: the objects to find.
-
-    Returns:
-        The wanted objects that are held; and the holder of each visited object, by its id.
-    """
-    parents: _Parents = {id(sys.modules): None, **{id(variables): None for variables, *_ in _modules()}}
-    return _reach(holders, set(map(id, wanted)), parents), parents
+        paths[each] = before + name + _describe(chain) + after
+    return paths
 
 
 def _cycle_of(thing: object) -> str | None:
     """The path from an object through data to itself; None if there is none."""
-    found, parents = _reached_by_data([thing], [thing])
-    return type(thing).__name__ + _describe(_chain(thing, parents, {id(thing)})) if found else None
+    parents = _reach([thing], _seen_globals())
+    if id(thing) not in parents:
+        return None
+    return type(thing).__name__ + _describe(_chain(thing, parents, {id(thing)}))
 
 
-def _reach(
-    holders: Iterable[Any], wanted: Collection[int], parents: _Parents, *, within: bool = True
-) -> list[Any]:
+def _reach(holders: Iterable[Any], parents: _Parents, wanted: Collection[int] | None = None) -> _Parents:
     """Visits the objects that are not yet in ``parents``, short paths first, and adds them to it.
 
     Args:
         holders: the objects to begin at.
-        wanted: ids of the objects to find.
         parents: see `_Parents`.
-        within: whether to go through data alone, and past wanted objects; if not, it goes through code, too,
-            which leads to its module's globals, and stops at wanted objects.
+        wanted: ids of objects at which to stop. Then it also goes through code, which leads to its module's
+            globals. None: it goes through data alone, not through classes, functions and modules.
 
     Returns:
-        The wanted objects that were reached.
+        ``parents``.
     """
-    found = []
     queue = collections.deque(holders)
     while queue:
         holder = queue.popleft()
         for child in gc.get_referents(holder):
             kind = type(child)  # not isinstance(), which would run a proxy's code
-            if kind in _ATOMS or id(child) in parents or (within and issubclass(kind, _CODE)):
+            if kind in _ATOMS or id(child) in parents or (wanted is None and issubclass(kind, _CODE)):
                 continue
             parents[id(child)] = holder
-            is_wanted = id(child) in wanted
-            if is_wanted:
-                found.append(child)
-            if within or not is_wanted:
+            if wanted is None or id(child) not in wanted:
                 queue.append(child)
-    return found
+    return parents
 
 
-# ---- where a search may begin
+# ---- where a search may begin, or must not go
 
 
 def _modules() -> Iterator[_Root]:
@@ -224,23 +193,20 @@ def _modules() -> Iterator[_Root]:
             yield vars(module), f"{name}.", ""
 
 
-def _threads() -> list[_Root]:
-    return [(vars(each), f"thread {each.name!r}.", "") for each in threading.enumerate()]
+def _seen_globals() -> _Parents:
+    return {id(sys.modules): None, **{id(variables): None for variables, *_ in _modules()}}
 
 
 def _locals(caller: FrameType) -> Iterator[_Root]:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    innermost: dict[int, FrameType | None] = {**current_frames(), threading.get_ident(): caller}
-    for thread, frame in innermost.items():
-        while frame is not None:
+    for thread, innermost in {**current_frames(), threading.get_ident(): caller}.items():
+        for frame, line in traceback.walk_stack(innermost):
             code, module = frame.f_code, str(frame.f_globals.get("__name__"))
             # Not a module's frame, whose variables are its globals; nor a live state's helpers, which hold
             # exempt objects for a moment.
             if code.co_flags & inspect.CO_OPTIMIZED and not module.startswith(_OURS):
-                place = f"{code.co_name} ({os.path.basename(code.co_filename)}:{frame.f_lineno})"
-                name = names.get(thread, thread)
-                yield _read(frame), "", f" in {place}, thread {name!r}"
-            frame = frame.f_back
+                place = f"{code.co_name} ({os.path.basename(code.co_filename)}:{line})"
+                yield _read(frame), "", f" in {place}, thread {names.get(thread, thread)!r}"
 
 
 def _read(frame: FrameType) -> dict[str, Any]:
@@ -269,35 +235,30 @@ def _describe(chain: list[Any]) -> str:
     """Describes how the first object of a chain leads to the last one, as a Python expression would."""
     words, holder = "", chain[0]
     for child in chain[1:]:
-        name = _attribute(holder, child)
-        is_of_class = name is None and issubclass(type(holder), type) and type(child) is dict
+        step = next((step for step, value in _steps(holder) if value is child), None)
+        is_of_class = step is None and issubclass(type(holder), type) and type(child) is dict
         if child is not _dict_of(holder) and not is_of_class:  # otherwise the next step names the attribute
-            words += _step(holder, child) if name is None else f".{name}"
+            words += step or f" (in a {type(holder).__name__})"
             holder = child
     return words
 
 
-def _step(holder: Any, child: Any) -> str:
-    kind, items = type(holder), list[tuple[Any, Any]]()
-    if issubclass(kind, dict):
-        items = list(dict.items(holder))
-    elif issubclass(kind, (list, tuple, collections.deque)):
-        items = list(enumerate(holder))
-    found = next((f"[{_short(key)}]" for key, value in items if value is child), None)
-    return "" if kind is types.CellType else found or f" (in a {kind.__name__})"
-
-
-def _attribute(holder: Any, child: Any) -> str | None:
+def _steps(holder: Any) -> Iterator[tuple[str, Any]]:
+    """The objects that one leads to, as far as Python has an expression for the step."""
+    kind = type(holder)
     for name, value in list(_dict_of(holder).items()):
-        if value is child:
-            return str(name)
-    for owner in type(holder).__mro__:
+        yield f".{name}", value
+    if issubclass(kind, dict):
+        for key, value in list(dict.items(holder)):
+            yield f"[{reprlib.repr(key) if type(key) in _ATOMS else f'<{type(key).__name__}>'}]", value
+    elif issubclass(kind, (list, tuple, collections.deque)):
+        for index, value in enumerate(list(holder)):
+            yield f"[{index}]", value
+    for owner in kind.__mro__:
         for name, member in list(vars(owner).items()):
             if type(member) is types.MemberDescriptorType:  # a slot, or a builtin's member
                 with contextlib.suppress(AttributeError):  # the slot is empty
-                    if member.__get__(holder) is child:
-                        return name
-    return None
+                    yield f".{name}", member.__get__(holder)
 
 
 def _dict_of(thing: Any) -> Any:
@@ -305,8 +266,3 @@ def _dict_of(thing: Any) -> Any:
         return object.__getattribute__(thing, "__dict__")
     except (AttributeError, TypeError):
         return {}
-
-
-def _short(key: Any) -> str:
-    text = repr(key) if isinstance(key, (str, int, float, bool)) else f"<{type(key).__name__}>"
-    return text if len(text) <= 40 else f"{text[:39]}…"

@@ -24,11 +24,8 @@ from . import nccl
 
 log = logging.getLogger(__name__)
 
-# Classes that wrap a module, by the name under which they register it. FSDP1's may not be imported.
-_WRAPPERS = {
-    "module": "torch.nn.parallel.distributed.DistributedDataParallel",
-    "_fsdp_wrapped_module": "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel",
-}
+# Names under which a class that wraps a module registers it, with the class. FSDP1's may not be imported.
+_WRAPPERS = {"module": "DistributedDataParallel", "_fsdp_wrapped_module": "FullyShardedDataParallel"}
 
 
 class Tracker:
@@ -115,8 +112,7 @@ class Tracker:
         self._hooks.callback(put_back)
 
     def _track_wrapper(self, module: Any, name: str, _: Any) -> None:
-        wrapper = _WRAPPERS.get(name)
-        if wrapper and any(f"{kind.__module__}.{kind.__name__}" == wrapper for kind in type(module).__mro__):
+        if name in _WRAPPERS and any(kind.__name__ == _WRAPPERS[name] for kind in type(module).__mro__):
             self.track(module)
 
     def _track_sharded_modules(self) -> None:

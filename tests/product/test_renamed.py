@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ft_wrapper import Limits, RestartReport, Wrapper, events, exception
+from ft_wrapper import Leak, Limits, RestartReport, Wrapper, events, exception
 from ft_wrapper.restart import report as reports
 from ft_wrapper.testing import inject_fault, scheduler
 
@@ -37,6 +37,8 @@ REPORT = RestartReport(
         (REPORT, "recompiling", "recompiled_ranks"),
         (REPORT.promoted[0], "initial_rank", "slot"),
         (REPORT.promoted[0], "active_rank", "rank"),
+        (Leak("DeviceMesh", 0, None), "what", "kind"),
+        (Leak("DeviceMesh", 0, None), "held_by", "referrer"),
     ],
 )
 def test_an_old_name_gives_what_the_new_one_does(owner: object, old: str, new: str) -> None:
