@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..exception import JobAbort
 from ..protocol import keys
 from ..protocol.operations import CompareAndSet, SetIfAbsent, read
-from ..restart.services import Services
+from ..restart.resources import Services
 from ..store.address import own_address
 from . import checks
 from .buffers import Buffers

@@ -31,12 +31,10 @@ from ..store import PrefixStore, StorePlan
 from ..store.base import HoldingStore
 from ..torch_groups import caches, device, release, warm_up
 from ..torch_groups.collective import current_collective
-from . import exit_watch, same_faults, torch_state
-from .loop import FunctionResult, RestartedProcess, RestartLoop
+from . import exit_watch, torch_state
+from .loop import FunctionRun, Hang, RestartedProcess, RestartLoop, describe_same_fault, hang_of
 from .on_restart import Reporter, RestartTimes
-from .resources import Resources
-from .same_faults import FunctionRun, Hang, leaves_with_fault, times_before
-from .services import Services
+from .resources import Resources, Services
 from .settings import Settings
 
 log = logging.getLogger(__name__)
@@ -170,18 +168,17 @@ class Call(RestartedProcess):
 
     # ---- in the function
 
-    def call_function(self, state: State) -> FunctionResult:
+    def call_function(self, state: State) -> FunctionRun:
         own = self.own
         own.interrupter.reset()
-        self._current = run = FunctionRun(time.monotonic())
+        self._current = run = FunctionRun(time.monotonic(), has_returned=True)
         is_spare = state.mode == Mode.INACTIVE
         entered = functools.partial(self._report_entry, state, self._times)
         run.watch = watch = own.thread.watch(own.member.view.n, entered, may_be_done=is_spare)
-        result = FunctionResult(has_returned=True)
         run.report = self._reporter.await_report(state, self._times, watch)
         try:
             try:
-                result.value = own.interrupter.call(self._body)
+                run.value = own.interrupter.call(self._body)
             finally:
                 own.signals.hold()
                 self.note_progress()
@@ -190,33 +187,33 @@ class Call(RestartedProcess):
         except (Exception, exception.RankShouldRestart, exception.JobAbort) as caught:
             if is_spare and isinstance(caught, exception.HealthCheckError):
                 raise  # this spare leaves the job, and ends nothing by it
-            self._note_failure(caught, watch, result)
+            self._note_failure(caught, watch)
         except BaseException as caught:
-            if leaves_with_fault(caught):
+            is_exit = isinstance(caught, SystemExit) and not caught.code
+            if not (is_exit or isinstance(caught, exception.RestartAbort)):
                 self._note_exit(caught)
             raise
         own.signals.hold()  # again, in case a signal came just now
-        watch.may_be_done = watch.may_be_done or result.has_returned
-        return result
+        watch.may_be_done = watch.may_be_done or run.has_returned
+        return run
 
-    def _note_failure(self, caught: BaseException, watch: WatchedIteration, result: FunctionResult) -> None:
+    def _note_failure(self, caught: BaseException, watch: WatchedIteration) -> None:
         """Notes an exception that left the function: the function's own, or what interrupted it."""
         run, is_interrupted = self._current, self.own.interrupter.requested
         if not (is_interrupted and watch.is_done):  # not if a spare warmed up until the iteration completed
-            run.error, result.has_returned = caught, False
+            run.error, run.has_returned = caught, False
         raised = caught if isinstance(caught, Exception) else caught.__cause__
         if isinstance(raised, Exception):
             self.state.fn_exception = raised
         # A RankShouldRestart that nobody asked for is the function's own.
         if not (is_interrupted and isinstance(caught, exception.RankShouldRestart)):
             self._count(caught)
-            result.error, result.fault = caught, run.fault
+            run.own_error = caught
             # Else it may be a collective that failed because the iteration had ended.
             run.is_cause = watch.ended_at is None
             run.is_out_of_memory = out_of_memory(caught) is not None
         elif run.hang is not None and watch.handled.wait(self.settings.barrier_timeout):
             self._count(caught)  # now it is known which ranks had returned
-            result.fault = run.fault
 
     def _note_exit(self, caught: BaseException) -> None:
         """Notes a fault by which this rank leaves the job."""
@@ -225,7 +222,7 @@ class Call(RestartedProcess):
         member.left_by = run.fault or ""
         if run.is_last:
             worst = SameFault(member.left_by, limit or 0, member.member)
-            member.ended_job = same_faults.describe_same_fault(worst, limit)
+            member.ended_job = describe_same_fault(worst, limit)
             log.error("the job ends: %s", member.ended_job)
 
     def _count(self, error: BaseException) -> None:
@@ -354,9 +351,10 @@ class Call(RestartedProcess):
         """Undoes what the function has done to the process, and logs its failure. Both take a while."""
         replace_broken_streams()
         self._log_failure()
-        error, self._current.error = self._current.error, None
+        run, error = self._current, self._current.error
+        run.error = run.own_error = run.value = None
         if error is not None:
-            trace = users_part(error.__traceback__) if self._current.is_last else None
+            trace = users_part(error.__traceback__) if run.is_last else None
             forget_frames(error)
             error.__traceback__ = trace  # with which it leaves the call
         self._torch_state.restore()
@@ -413,10 +411,8 @@ class Call(RestartedProcess):
         """Logs, once, the failure by which this rank has ended the iteration, if it has."""
         run = self._current
         is_cause, run.is_cause = run.is_cause, False
-        if run.error is None or not is_cause:
-            return
-        if run.fault is not None and times_before(self.own.member.view, run.fault):
-            return  # logged: "trying again" has the repeat, and the restart's line the failure
+        if run.error is None or not is_cause or run.repeats:
+            return  # a repeat is logged: "trying again" has it, and the restart's line has the failure
         words, state = "rank %s (slot %d) failed in iteration %d", self.state
         raised = (type(run.error), run.error, users_part(run.error.__traceback__))
         log.warning(words, state.rank, self.own.member.slot, state.iteration, exc_info=raised)
@@ -432,7 +428,7 @@ class Call(RestartedProcess):
             return
         if found := current_collective(thread):
             is_cause = stillness > _HANG_IS_CAUSE_FROM * settings.soft_timeout
-            self._current.hang = Hang(*found, same_faults.hang_of(thread), since, is_cause)
+            self._current.hang = Hang(*found, hang_of(thread), since, is_cause)
 
     def _publish(self) -> None:
         """Writes into the store what others want to know. That may wait for the store."""

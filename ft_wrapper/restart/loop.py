@@ -8,35 +8,113 @@ import contextlib
 import copy
 import dataclasses
 import logging
+import time
 
 from .. import exception
+from .._text import IN_LINE, cut
 from ..attribution import Interruption
+from ..monitor.frames import raised_at, users_line
+from ..monitor.threads import WatchedIteration
 from ..protocol.entering import BarrierTimeout, Endpoint, Entered
 from ..protocol.history import fault_that_ends_job
 from ..protocol.membership import Membership
-from ..protocol.records import DONE, Decision, View
+from ..protocol.records import DONE, FOR_GOOD, CollectivePosition, Decision, SameFault, View
 from ..state import Mode, State
-from . import same_faults
+from .report import RestartReport
 
 log = logging.getLogger(__name__)
 
+#: Seconds in the function that count as progress, even without a ``ping``.
+PROGRESS_AFTER = 60.0
+_FIRST_PAUSE = 0.5
+_LONGEST_PAUSE = 10.0
 
-@dataclasses.dataclass
-class FunctionResult:
-    """What became of the function on this rank.
+
+@dataclasses.dataclass(frozen=True)
+class Hang:
+    """Where the function hung when the iteration ended.
 
     Args:
-        value: what it returned.
-        error: the exception that this rank has to publish.
-        has_returned: whether this rank has nothing left to do in the iteration: the function has returned, or
-            the rank is a spare.
-        fault: signature of the fault, if `max_same_faults` counts it.
+        words: the collective that it was in, for people.
+        position: its position in ``torch.distributed``.
+        place: the innermost line of the user's code: the hang's signature.
+        since: when the function stopped making progress, in monotonic seconds.
+        is_cause: whether the hang is why the iteration ended.
+        after: the ranks that had returned and waited for this one, in words; empty if there were none.
     """
 
+    words: str
+    position: CollectivePosition
+    place: str
+    since: float
+    is_cause: bool
+    after: str = ""
+
+
+@dataclasses.dataclass
+class FunctionRun:
+    """One execution of the function on this rank.
+
+    Args:
+        entered_at: when it began, in monotonic seconds.
+        watch: the iteration as the monitor thread watches it; None once the rank has left the function.
+        report: report of the restart that led to this run, for ``on_restart``.
+        value: what the function returned.
+        has_returned: whether this rank has nothing left to do in the iteration: the function has returned, or
+            the rank is a spare.
+        has_progressed: whether the function reported progress (``ping``, a step).
+        error: the exception that left the function.
+        own_error: the same, if it is no interruption: this rank has to publish it.
+        is_cause: whether this exception ended the iteration, as far as this rank knows.
+        fault: signature of the fault, if `max_same_faults` counts it.
+        repeats: how many iterations in a row before this one the same fault had ended.
+        is_last: whether the fault has come so often that it ends the job.
+        is_out_of_memory: whether the device was out of memory.
+        hang: where the function hung, if it did. The monitor thread sets this before it interrupts the
+            function's thread, and again before it sets ``watch.handled``.
+    """
+
+    entered_at: float = 0.0
+    watch: WatchedIteration | None = None
+    report: RestartReport | None = None
     value: object = None
-    error: BaseException | None = None
     has_returned: bool = False
+    has_progressed: bool = False
+    error: BaseException | None = None
+    own_error: BaseException | None = None
+    is_cause: bool = False
     fault: str | None = None
+    repeats: int = 0
+    is_last: bool = False
+    is_out_of_memory: bool = False
+    hang: Hang | None = None
+
+    def count(self, error: BaseException, view: View, limit: int | None) -> None:
+        """Sets the fault's signature, if it counts: no progress before it, and not caused by another fault.
+
+        A hang counts in spite of progress if another rank has returned and waits for this one, since that
+        rank would return again.
+
+        Args:
+            error: the exception that left the function.
+            view: the current iteration.
+            limit: the argument ``max_same_faults``.
+        """
+        if isinstance(error, exception.JobAbort):
+            self.fault, self.is_last = FOR_GOOD + exception.in_one_line(error), True
+            return
+        has_ended = self.watch is not None and self.watch.ended_at is not None
+        hang = self.hang if has_ended else None
+        if limit is None or (has_ended and not (hang and (hang.is_cause or hang.after))):
+            return
+        until = hang.since if hang else time.monotonic()
+        has_progressed = self.has_progressed or until - self.entered_at > PROGRESS_AFTER
+        if has_progressed and not (hang and hang.after):
+            return
+        self.fault = hang.place + hang.after if hang else signature_of(error)
+        before = (fault.count for fault in view.decision.same_faults if fault.what == self.fault)
+        self.repeats = next(before, 0)
+        self.is_last = self.repeats + 1 >= limit
 
 
 class RestartedProcess:
@@ -66,13 +144,13 @@ class RestartedProcess:
     def point_to_store(self, endpoint: Endpoint) -> None:
         """Points ``torch.distributed`` to that store."""
 
-    def call_function(self, state: State) -> FunctionResult:
+    def call_function(self, state: State) -> FunctionRun:
         """Runs the function on an active rank; warms a spare up.
 
         Args:
             state: the rank's state.
         """
-        return FunctionResult(has_returned=True)
+        return FunctionRun(has_returned=True)
 
     def await_abort(self) -> None:
         """After a fault, waits until the process groups are aborted."""
@@ -133,33 +211,33 @@ class RestartLoop:
     def run(self) -> object:
         """Runs until an iteration ends well; returns what the function returned."""
         try:
-            result = None
-            while result is None:
+            run = None
+            while run is None:
                 self.process.enter_iteration(self.member.view)
                 self._consider_same_faults()
                 self.member.leave_if_excluded()
-                result = self._iterate()
+                run = self._iterate()
         except BaseException as error:
             self._leave(error)
             raise
         self.process.complete()
-        return result.value
+        return run.value
 
-    def _iterate(self) -> FunctionResult | None:
+    def _iterate(self) -> FunctionRun | None:
         """One iteration; None if it has ended by a fault."""
         member, waiting = self.member, self.process.waiting
         fault: str | None = None
         if self.assign_and_meet():
             self._runs = True
-            result = self.process.call_function(self.state)
+            run = self.process.call_function(self.state)
             with waiting:
-                if result.error is not None:
-                    member.publish(self.state.rank, result.error)
+                if run.own_error is not None:
+                    member.publish(self.state.rank, run.own_error)
                 active = self.state.active_world_size or 0
-                if result.has_returned and member.await_completion(self.state.active_rank, active) == DONE:
-                    return result
-            self._error, fault = result.error, result.fault
-            del result
+                if run.has_returned and member.await_completion(self.state.active_rank, active) == DONE:
+                    return run
+            self._error, fault = run.own_error, run.fault
+            del run
             self.process.await_abort()
             self._runs = False
         self.process.clean_up()
@@ -220,7 +298,7 @@ class RestartLoop:
         error, self._error = self._error, None
         last = fault_that_ends_job(member.view.decision, limit)
         if last is not None:
-            member.ended_job = same_faults.describe_same_fault(last, limit)
+            member.ended_job = describe_same_fault(last, limit)
             if last.member != member.member:
                 raise exception.JobEnded(f"another rank's error ended the job: {member.ended_job}")
             log.error("the job ends: %s", member.ended_job)
@@ -231,10 +309,10 @@ class RestartLoop:
         if limit is None or not same:
             return
         worst = same[0]
-        pause = min(same_faults.pause_before_entering(worst.count), self.limits.barrier_timeout / 4)
+        pause = min(pause_before_entering(worst.count), self.limits.barrier_timeout / 4)
         if pause:
             if worst.member == member.member:
-                log.warning("%s; trying again in %g s", same_faults.describe_same_fault(worst, limit), pause)
+                log.warning("%s; trying again in %g s", describe_same_fault(worst, limit), pause)
             with self.process.waiting:
                 self.process.pause(pause)
 
@@ -272,3 +350,47 @@ def check_assigned(state: State) -> None:
             f"rank_assignment gave active_world_size={state.active_world_size}, which is more than "
             f"world_size={state.world_size}"
         )
+
+
+# A function that fails again and again ----------------------------------------------------------------------
+#
+# The *signature* of a fault is the kind of exception and the line of the user's code. Faults of equal
+# signature are the same fault.
+
+
+def signature_of(error: BaseException) -> str:
+    """The signature of an exception: its kind, and the innermost line of the user's code that led to it.
+
+    Without the message, which may contain an address or a number that differs each time.
+    """
+    kind, where = type(error).__name__, raised_at(error.__traceback__)
+    return cut(kind if where is None else f"{kind} at {where}", IN_LINE)
+
+
+def hang_of(thread: int) -> str:
+    """The signature of a hang: the innermost line of the user's code in a thread.
+
+    Args:
+        thread: the thread's identifier.
+    """
+    where = users_line(thread)
+    return "no progress" if where is None else f"no progress at {where}"
+
+
+def pause_before_entering(count: int) -> float:
+    """Seconds to wait before the function is entered again: none at the first fault, which may be chance.
+
+    Args:
+        count: number of iterations in a row that the same fault has ended.
+    """
+    return 0.0 if count < 2 else float(min(_FIRST_PAUSE * 2 ** (count - 2), _LONGEST_PAUSE))
+
+
+def describe_same_fault(fault: SameFault, limit: int | None) -> str:
+    """Describes a repeated fault for people; ``limit`` is the argument ``max_same_faults``."""
+    if fault.is_for_good:
+        return f"{fault.description} (slot {fault.member.slot})"
+    return (
+        f"{fault.what} on slot {fault.member.slot}, {fault.count} times in a row without progress "
+        f"(max_same_faults={limit})"
+    )

@@ -16,7 +16,7 @@ from ft_wrapper.protocol.housekeeping import note_active_target
 from ft_wrapper.protocol.membership import Membership
 from ft_wrapper.protocol.records import Decision, Fault, Member, MemberRecord, View
 from ft_wrapper.rank_assignment import RankAssignment, RankAssignmentCtx, RankDiscarded
-from ft_wrapper.restart.loop import FunctionResult, RestartedProcess
+from ft_wrapper.restart.loop import FunctionRun, RestartedProcess
 from ft_wrapper.restart.report import waiting_line
 from ft_wrapper.settings import AllLimits
 from ft_wrapper.state import Mode, State
@@ -251,27 +251,27 @@ class SimulatedProcess(RestartedProcess):
             raise
         return assigned
 
-    def call_function(self, state: State) -> FunctionResult:
+    def call_function(self, state: State) -> FunctionRun:
         simulation, scenario, store = self.simulation, self.simulation.scenario, self._job.agreement.store
         n = self._job.view.n
         simulation.invariants.entered(self, self._job.view, state)
         self.facts.entered += 1
         if state.active_rank is None:
-            return FunctionResult(has_returned=True)
+            return FunctionRun(has_returned=True)
         if state.active_rank == 0:
             note_active_target(store, n)
         raises = simulation.raises(self)
         for step in range(scenario.steps):
             if raises is not None and step == scenario.steps - 1:
                 simulation.raised(self, raises)
-                return FunctionResult(error=RuntimeError("simulated"))
+                return FunctionRun(own_error=RuntimeError("simulated"))
             # The wrapper waits in another thread, which interrupts this one.
             if store.wait_for(keys.wake_end(n), scenario.step_seconds) is not None:
                 self._hear_of_end()
-                return FunctionResult()
+                return FunctionRun()
         self.inside = None
         simulation.invariants.history.returned.setdefault(n, set()).add(state.active_rank)
-        return FunctionResult(has_returned=True)
+        return FunctionRun(has_returned=True)
 
     def _hear_of_end(self) -> None:
         self.inside = None

@@ -51,8 +51,8 @@ class Budget:
 
 LINES = {
     "top": Budget(990, 1355, CORE),
-    "cli": Budget(700, 757, SHELL),
-    "restart": Budget(1200, 1471, CORE),
+    "cli": Budget(700, 783, SHELL),
+    "restart": Budget(1200, 1457, CORE),
     "rank_assignment": Budget(500),
     "protocol": Budget(2170, 2264, CORE),
     "store": Budget(1670, 1874, CORE),

@@ -15,8 +15,8 @@ from ft_wrapper._text import IN_LINE, IN_STORE, cut
 from ft_wrapper.attribution import Interruption
 from ft_wrapper.exception import HealthCheckError, JobAbort, RestartAbort, in_one_line
 from ft_wrapper.protocol.records import Fault, Member, MemberRecord
+from ft_wrapper.restart.loop import signature_of
 from ft_wrapper.restart.report import describe_faults
-from ft_wrapper.restart.same_faults import signature_of
 from ft_wrapper.store import TCPStore, TCPStoreServer
 
 CHARACTERS = st.characters(exclude_categories=[])  # lone surrogates, too

@@ -10,13 +10,13 @@ from rank_harness import Job, Rank
 from test_on_restart import trains as until_told
 
 from ft_wrapper.monitor.shared_memory import RankMemory
-from ft_wrapper.restart import same_faults
+from ft_wrapper.restart import loop
 from ft_wrapper.store import StoreMixin
 
 
 def trains(rank: Rank, **settings: Any) -> int:
     """Slot 1 raises an error whenever it is told to; each ends at the word."""
-    same_faults._FIRST_PAUSE = 0.0
+    loop._FIRST_PAUSE = 0.0
     return until_told(rank, on_restart=None, rejoin=True, join_window=0.0, **settings)
 
 

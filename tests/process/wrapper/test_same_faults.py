@@ -12,7 +12,7 @@ from rank_harness import SETTINGS, Job, Rank, with_limits
 
 from ft_wrapper import CallWrapper, Limits, RestartReport, Wrapper
 from ft_wrapper.exception import JobAbort, RestartAbort
-from ft_wrapper.restart import same_faults
+from ft_wrapper.restart import loop
 
 
 def fail(number: int) -> NoReturn:
@@ -44,10 +44,10 @@ def fails_at_once(
 ) -> Any:
     """One of some slots after the other fails, always, after some progress or none; the others train."""
     paused = []
-    pause = same_faults.pause_before_entering
-    same_faults.pause_before_entering = lambda count: paused.append(pause(count)) or 0.0
+    pause = loop.pause_before_entering
+    loop.pause_before_entering = lambda count: paused.append(pause(count)) or 0.0
     if progress == ["minutes"]:
-        same_faults.PROGRESS_AFTER = 0.0
+        loop.PROGRESS_AFTER = 0.0
 
     @Wrapper(**with_limits(**{**SETTINGS, **settings}))
     def train(call_wrapper: CallWrapper) -> int:
@@ -181,7 +181,7 @@ def test_a_step_that_fails_on_each_try_does_not_end_the_job_if_there_was_progres
 
 
 def test_the_pause_grows() -> None:
-    pauses = [same_faults.pause_before_entering(count) for count in (1, 2, 3, 4, 5, 100)]
+    pauses = [loop.pause_before_entering(count) for count in (1, 2, 3, 4, 5, 100)]
     assert pauses == [0.0, 0.5, 1.0, 2.0, 4.0, 10.0]
 
 

@@ -9,7 +9,7 @@ import pytest
 from ft_wrapper.protocol.records import CollectivePosition
 from ft_wrapper.restart import call
 from ft_wrapper.restart.call import Call
-from ft_wrapper.restart.same_faults import Hang
+from ft_wrapper.restart.loop import Hang
 
 
 @pytest.mark.parametrize(
