@@ -7,28 +7,31 @@ from collections.abc import Iterable
 
 
 class Interruption(enum.Enum):
-    """What ended an iteration on one rank."""
+    """What ended an iteration on one rank, the likeliest cause of what the others saw first.
 
-    #: The wrapped function, or ``initialize``, raised another ``Exception``.
-    EXCEPTION = enum.auto()
-    #: A ``BaseException`` left the wrapped function, or the rank left the job in order.
-    BASE_EXCEPTION = enum.auto()
-    #: No progress for ``soft_timeout``.
-    SOFT_TIMEOUT = enum.auto()
+    A rank that died makes its peers' collectives raise, not the other way round.
+    """
+
     #: No progress for ``hard_timeout``: the process was ended.
     HARD_TIMEOUT = enum.auto()
     #: The process died.
     TERMINATED = enum.auto()
-    #: No heartbeat for ``heartbeat_timeout``: its host or network is lost.
-    UNRESPONSIVE = enum.auto()
-    #: The rank's monitor failed, so that its faults would go unnoticed.
-    MONITOR_PROCESS_EXCEPTION = enum.auto()
     #: The wrapped function, or ``initialize``, raised ``torch.OutOfMemoryError``, or an error from it.
     OUT_OF_MEMORY = enum.auto()
+    #: No progress for ``soft_timeout``.
+    SOFT_TIMEOUT = enum.auto()
+    #: The rank's monitor failed, so that its faults would go unnoticed.
+    MONITOR_PROCESS_EXCEPTION = enum.auto()
+    #: No heartbeat for ``heartbeat_timeout``: its host or network is lost.
+    UNRESPONSIVE = enum.auto()
     #: The rank left the job on request: ``ftrun drain``.
     DRAINED = enum.auto()
     #: Nothing failed: ``ftrun restart`` ended the iteration on all ranks.
     REQUESTED = enum.auto()
+    #: A ``BaseException`` left the wrapped function, or the rank left the job in order.
+    BASE_EXCEPTION = enum.auto()
+    #: The wrapped function, or ``initialize``, raised another ``Exception``.
+    EXCEPTION = enum.auto()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,21 +45,6 @@ class InterruptionRecord:
 
     rank: int
     interruption: Interruption
-
-
-# The likeliest cause first: a rank that died makes its peers' collectives raise, not the other way round.
-_BLAME = (
-    Interruption.HARD_TIMEOUT,
-    Interruption.TERMINATED,
-    Interruption.OUT_OF_MEMORY,
-    Interruption.SOFT_TIMEOUT,
-    Interruption.MONITOR_PROCESS_EXCEPTION,
-    Interruption.UNRESPONSIVE,
-    Interruption.DRAINED,
-    Interruption.REQUESTED,
-    Interruption.BASE_EXCEPTION,
-    Interruption.EXCEPTION,
-)
 
 
 def out_of_memory(error: BaseException | None) -> BaseException | None:
@@ -78,4 +66,5 @@ def out_of_memory(error: BaseException | None) -> BaseException | None:
 
 def by_blame(records: Iterable[InterruptionRecord]) -> list[InterruptionRecord]:
     """Sorts records so that the likeliest cause comes first; equal ones keep their order."""
-    return sorted(records, key=lambda record: _BLAME.index(record.interruption))
+    kinds = list(Interruption)
+    return sorted(records, key=lambda record: kinds.index(record.interruption))
