@@ -114,19 +114,30 @@ class JsonFormatter(LineFormatter):
         return json.dumps(given, ensure_ascii=False)
 
 
-class DefaultHandler(logging.StreamHandler):  # type: ignore[type-arg]
+class StandardHandler(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes to what a standard stream is at the moment, not to what it was at import.
+
+    Args:
+        name: ``stdout`` or ``stderr``.
+        level: of the least lines that it writes.
+    """
+
+    def __init__(self, name: str, level: int) -> None:
+        logging.Handler.__init__(self, level)  # not StreamHandler's, which keeps a stream
+        self._standard = name
+
+    @property
+    def stream(self) -> TextIO:
+        """The stream."""
+        found: TextIO = getattr(sys, self._standard)
+        return found
+
+
+class DefaultHandler(StandardHandler):
     """Writes to stderr what Python writes there if the program has not set up logging, with time and place.
 
     It is silent as soon as the program has handlers of its own, for all loggers or for this package's.
     """
-
-    def __init__(self) -> None:
-        logging.Handler.__init__(self, logging.WARNING)  # not StreamHandler's, which keeps a stream
-
-    @property
-    def stream(self) -> TextIO:
-        """What stderr is at the moment."""
-        return sys.stderr
 
     def format(self, record: logging.LogRecord) -> str:
         """Formats a line, as the environment says at the moment."""
@@ -143,7 +154,7 @@ def install() -> None:
     logger = logging.getLogger(NAME)
     if any(isinstance(handler, DefaultHandler) for handler in logger.handlers):
         return
-    logger.addHandler(DefaultHandler())
+    logger.addHandler(DefaultHandler("stderr", logging.WARNING))
     if os.environ.get(FORMAT_ENV, TEXT) not in FORMATS:
         words = "%s=%s: use text or json; the lines are text"
         logger.warning(words, FORMAT_ENV, os.environ[FORMAT_ENV])

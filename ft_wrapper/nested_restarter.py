@@ -9,28 +9,15 @@ replace its handler to send them elsewhere.
 """
 
 import logging
-import sys
 
 from . import abort, completion, initialize, terminate
+from .log_lines import StandardHandler
 from .settings import as_int
 from .state import FrozenState
 
 _logger = logging.getLogger(__name__)
 
-
-class _StdoutHandler(logging.Handler):
-    """Writes to what standard output is at the moment, not to what it was at import."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            # One write: the line stays whole among those of other ranks.
-            sys.stdout.write(self.format(record) + "\n")
-            sys.stdout.flush()
-        except Exception:
-            self.handleError(record)
-
-
-_handler = _StdoutHandler()
+_handler = StandardHandler("stdout", logging.INFO)
 _handler.setFormatter(logging.Formatter("[%(asctime)s] [ALWAYS] [%(name)s] %(message)s"))
 _logger.addHandler(_handler)
 _logger.setLevel(logging.INFO)
