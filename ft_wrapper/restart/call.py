@@ -15,21 +15,23 @@ from torch._C._distributed_c10d import TCPStore
 
 from .. import exception
 from .._files import replace_broken_streams
-from ..abort import close_aborted_sockets, release_process_groups
+from ..abort import close_aborted_sockets, may_hang, release_process_groups
 from ..attribution import Interruption, out_of_memory
 from ..compose import StatePlugIn
 from ..health_check import CudaHealthCheck
 from ..monitor.frames import checkpoint_failure, forget_frames, users_part
+from ..monitor.interrupt import Interrupter
 from ..monitor.shared_memory import Phase
-from ..monitor.threads import WatchedIteration
+from ..monitor.threads import MonitorThread, WatchedIteration
 from ..protocol.entering import Endpoint
 from ..protocol.housekeeping import note_active_target
 from ..protocol.records import Decision, SameFault, View
 from ..rank_assignment import RankAssignmentCtx, activate_if_unsaid
 from ..state import Mode, State
-from ..store import PrefixStore, StorePlan
+from ..store import PrefixStore, StoreMixin, StorePlan
 from ..store.base import HoldingStore
 from ..torch_groups import caches, device, release, warm_up
+from ..torch_groups.abort import describe_pending_aborts
 from ..torch_groups.collective import current_collective
 from . import exit_watch, torch_state
 from .loop import FunctionRun, Hang, RestartedProcess, RestartLoop, describe_same_fault, hang_of
@@ -75,7 +77,7 @@ class Call(RestartedProcess):
         began_at = time.monotonic()
         self._current = FunctionRun()
         self._user_store: PrefixStore | None = None
-        self.own = Resources(settings, plan, state, function_name, self._locate, self._abort, self._publish)
+        self.own = Resources(settings, plan, state, function_name, self._begin_thread)
         self.waiting = self.own.waiting
         self._reporter = Reporter(self.own, began_at)
         self._times = RestartTimes(time.monotonic())
@@ -418,6 +420,11 @@ class Call(RestartedProcess):
         log.warning(words, state.rank, self.own.member.slot, state.iteration, exc_info=raised)
 
     # ---- in the monitor thread
+
+    def _begin_thread(self, store: StoreMixin, interrupter: Interrupter) -> MonitorThread:
+        abort, wait = self.settings.abort, self.settings.last_call_wait
+        callbacks = self._locate, self._abort, self._publish, lambda: may_hang(abort), describe_pending_aborts
+        return MonitorThread(store, interrupter, *callbacks, wait)
 
     def _locate(self) -> None:
         """On a rank without progress, notes where it hangs: in a collective, or elsewhere."""

@@ -38,16 +38,18 @@ class ExitWatch:
     def __init__(self, memory: RankMemory) -> None:
         global _memory
         _memory = memory
-        running: list[Running] = [*threading.enumerate(), *multiprocessing.active_children()]
-        self._before = weakref.WeakSet(running)
+        self._before = weakref.WeakSet(_running())
 
     def note(self) -> None:
         """To be called when the function has been left by a fault."""
-        running: list[Running] = [*threading.enumerate(), *multiprocessing.active_children()]
-        for one in running:
+        for one in _running():
             if not one.daemon and one not in self._before:
                 _watch_the_end()
                 _noted.add(one)
+
+
+def _running() -> list[Running]:
+    return [*threading.enumerate(), *multiprocessing.active_children()]
 
 
 @functools.cache
@@ -58,15 +60,12 @@ def _watch_the_end() -> None:
 
 
 def _say_what_is_left() -> None:
-    if left := _left():
+    # Threads first.
+    left = sorted((_describe(one) for one in list(_noted) if one.is_alive()), reverse=True)
+    if left:
         assert _memory is not None
         _memory.end_stamp = time.monotonic()
         log.warning("the process waits at its end for what an interrupted function left: %s", ", ".join(left))
-
-
-def _left() -> list[str]:
-    """Names what still runs, threads first."""
-    return sorted((_describe(one) for one in list(_noted) if one.is_alive()), reverse=True)
 
 
 def _describe(one: Running) -> str:

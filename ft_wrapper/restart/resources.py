@@ -12,12 +12,7 @@ from typing import Any, Protocol
 from .. import events
 from .._files import check_open_files
 from .._text import IN_LINE, cut
-from ..abort import (
-    close_aborted_sockets,
-    may_hang,
-    protect_processes,
-    wait_for_released_groups,
-)
+from ..abort import close_aborted_sockets, protect_processes, wait_for_released_groups
 from ..attribution import Interruption
 from ..exception import RankExcluded, StoreError
 from ..log_lines import begin_rank
@@ -33,7 +28,6 @@ from ..state import State, formation_size
 from ..store import StoreMixin, StorePlan, TCPStore
 from ..store.address import is_this_host, own_address
 from ..torch_groups import caches, warm_up
-from ..torch_groups.abort import describe_pending_aborts
 from ..torch_groups.kept import KeptGroup
 from ..torch_groups.tracker import begin_tracking
 from .exit_watch import ExitWatch
@@ -91,9 +85,7 @@ class Resources:
         plan: which store, and who hosts it.
         base: this rank's state as the environment has it; its ranks become those of the last call.
         function_name: of the wrapped function: it must be the same on all ranks.
-        before_abort: run in the monitor thread once an iteration has ended by a fault; waits for nothing.
-        abort: run there then, to free the function's thread.
-        after_abort: run there then; may wait for the store.
+        begin_thread: begins the monitor thread, with a client for it alone, and with what stops the function.
 
     Attributes:
         is_registered: whether this process holds its slot.
@@ -117,9 +109,7 @@ class Resources:
         plan: StorePlan,
         base: State,
         function_name: str,
-        before_abort: Callable[[], None],
-        abort: Callable[[], None],
-        after_abort: Callable[[], None],
+        begin_thread: Callable[[StoreMixin, interrupt.Interrupter], threads.MonitorThread],
     ) -> None:
         # Otherwise its monitor or a client of the store would fail half-way, and the others call it missing.
         check_open_files(_FILES_OF_A_CALL, f"rank {base.initial_rank}")
@@ -160,16 +150,7 @@ class Resources:
             )
             owned.callback(self._say_goodbye)  # once the monitor thread is through with the store
             self.thread_agreement = Agreement(self._clients[1])
-            self.thread = threads.MonitorThread(
-                self._clients[1],
-                self.interrupter,
-                before_abort,
-                abort,
-                after_abort,
-                lambda: may_hang(settings.abort),
-                describe_pending_aborts,
-                limits.last_call_wait,
-            )
+            self.thread = begin_thread(self._clients[1], self.interrupter)
             owned.callback(self._end_thread)
             self.is_in_time = self._join(remembered, base, since_last_call)
             self.is_in = True
