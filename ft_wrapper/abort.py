@@ -21,7 +21,7 @@ import psutil
 
 from . import _names
 from .compose import Compose, PlugIn
-from .settings import as_seconds, check_callable
+from .settings import as_seconds, check_callable, check_kind
 from .state import FrozenState
 from .torch_groups.abort import abort_all, abort_may_hang
 from .torch_groups.gloo import close_aborted_sockets as close_aborted_sockets
@@ -133,11 +133,8 @@ class AbortProcesses(Abort):
         if processes is None:
             processes = find_children
         elif not callable(processes):
-            if isinstance(processes, (str, bytes)) or not isinstance(processes, Iterable):
-                raise TypeError(
-                    f"processes={processes!r} must be None, or pids or psutil.Process, "
-                    "as an iterable or from a function without arguments"
-                )
+            words = "None, or pids or psutil.Process, as an iterable or from a function without arguments"
+            check_kind("processes", processes, Iterable, words, but=str | bytes)
             processes = functools.partial(tuple, tuple(processes))
         self._processes = processes
         self._keep = keep

@@ -1,6 +1,7 @@
 """Plug-ins: what may be one, `Compose` for several in the place of one."""
 
 import abc
+import contextlib
 import inspect
 import types
 import warnings
@@ -68,7 +69,8 @@ class Compose:
         composed: Any = object.__new__(type("Compose", (Compose, _nearest_common_ancestor(parts)), body))
         composed.parts = parts
         # Looked at here: it takes longer than many a part, and restarts wait for those.
-        composed._without_arguments = [not _takes_arguments(part) for part in parts[:-1]] + [False]
+        signatures = map(known_signature, parts[:-1])
+        composed._without_arguments = [one is not None and not one.parameters for one in signatures] + [False]
         return composed  # type: ignore[no-any-return]
 
     def __call__(self, *arguments: Any) -> Any:
@@ -114,25 +116,22 @@ def _nearest_common_ancestor(parts: tuple[Any, ...]) -> type:
     return object
 
 
-def _takes_arguments(function: Any) -> bool:
-    try:
-        return bool(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # one that is built in
-        return True
+def known_signature(function: Callable[..., Any]) -> inspect.Signature | None:
+    """The signature of a function; None if it is not known: it is built in."""
+    with contextlib.suppress(TypeError, ValueError):
+        return inspect.signature(function)
+    return None
 
 
-def check_arguments(wrong: str, function: Any, *arguments: object) -> None:
+def check_arguments(wrong: str, function: Any, *arguments: object, **named: object) -> None:
     """Checks that a function can be called with some arguments, as far as that is known before.
 
     Raises:
         TypeError: it cannot. The message begins with ``wrong``.
     """
     try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # one that is built in
-        return
-    try:
-        signature.bind(*arguments)
+        if (signature := known_signature(function)) is not None:
+            signature.bind(*arguments, **named)
     except TypeError as error:
         raise TypeError(f"{wrong}: {error}") from None
 

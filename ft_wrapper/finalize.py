@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .compose import PlugIn
-from .settings import as_timeout, check_callable
+from .settings import as_timeout, check_callable, check_kind
 from .state import FrozenState
 from .store.bounded import call_in_thread
 from .torch_groups.device import cuda_device
@@ -47,14 +47,9 @@ class ThreadedFinalize(Finalize):
         kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self.timeout = as_timeout("timeout", timeout)
-        check_callable("fn", fn, "ThreadedFinalize(timeout=timedelta(seconds=10), fn=torch.cuda.empty_cache)")
-        if args is not None and (isinstance(args, (str, bytes)) or not isinstance(args, Sequence)):
-            raise TypeError(f"args={args!r} must be a tuple, not {type(args).__name__}; pass args=(value,)")
-        if kwargs is not None and not isinstance(kwargs, Mapping):
-            raise TypeError(
-                f"kwargs={kwargs!r} must be a dict, not {type(kwargs).__name__}; "
-                "pass kwargs={'name': value}"
-            )
+        check_callable("fn", fn, "fn=torch.cuda.empty_cache")
+        check_kind("args", args, Sequence | None, "a tuple, such as args=(value,)", but=str | bytes)
+        check_kind("kwargs", kwargs, Mapping | None, "a dict, such as kwargs={'name': value}")
         self.fn = fn
         self.args = tuple(args or ())
         self.kwargs = dict(kwargs or {})

@@ -12,7 +12,7 @@ import functools
 import operator
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Any, Generic, SupportsIndex, TypeVar, dataclass_transform
 
 #: Seconds that any wait may last: Python's and the kernel's waits raise an error for much more.
 LONGEST = 2**31 - 1
@@ -32,6 +32,24 @@ class OnJoin(enum.StrEnum):
 # Checks: errors name the argument, its value and what to pass instead ---------------------------------------
 
 
+def check_kind(name: str, value: Any, kind: Any, words: str, *, but: Any = ()) -> Any:
+    """Returns an argument, checked.
+
+    Args:
+        name: the argument.
+        value: what was passed.
+        kind: what ``isinstance`` takes.
+        words: what it must be, for the error.
+        but: kinds that it must not be.
+
+    Raises:
+        TypeError: it is of another kind.
+    """
+    if not isinstance(value, kind) or isinstance(value, but):
+        raise TypeError(f"{name}={value!r} must be {words}, not {type(value).__name__}")
+    return value
+
+
 def as_int(name: str, value: Any, at_least: int) -> int:
     """Returns a whole number, checked.
 
@@ -39,14 +57,7 @@ def as_int(name: str, value: Any, at_least: int) -> int:
         TypeError: it is no whole number.
         ValueError: it is less than ``at_least``.
     """
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(
-            f"{name}={value!r} must be an int, not {type(value).__name__}; pass a number, at least {at_least}"
-        ) from None
+    number = operator.index(check_kind(name, value, SupportsIndex, "an int", but=bool))
     if number < at_least:
         raise ValueError(f"{name}={number} is too small; it must be at least {at_least}")
     return number
@@ -64,17 +75,12 @@ def as_seconds(name: str, value: Any, *, from_zero: bool = False) -> float:
         TypeError: it is no duration.
         ValueError: it is not finite, negative, or 0 where that is not allowed.
     """
-    if isinstance(value, bool) or not isinstance(value, (timedelta, int, float)):
-        raise TypeError(
-            f"{name}={value!r} must be a datetime.timedelta or a number of seconds, "
-            f"not {type(value).__name__}; pass timedelta(seconds=...)"
-        )
+    words = "a timedelta or a number of seconds"
+    check_kind(name, value, timedelta | int | float, words, but=bool)
     seconds = value.total_seconds() if isinstance(value, timedelta) else value
-    if not abs(seconds) <= LONGEST:
-        words = f"must be finite, at most {LONGEST} seconds; pass a timedelta or a number of seconds"
-        raise ValueError(f"{name}={value!r} {words}")
-    if seconds < 0 or (seconds == 0 and not from_zero):
-        raise ValueError(f"{name}={value!r} must be {'at least' if from_zero else 'more than'} 0 seconds")
+    if not (0 < seconds <= LONGEST or (from_zero and seconds == 0)):
+        least = "at least" if from_zero else "more than"
+        raise ValueError(f"{name}={value!r} must be {least} 0 seconds, and at most {LONGEST}")
     return float(seconds)
 
 
@@ -85,17 +91,12 @@ def as_timeout(name: str, value: Any) -> timedelta:
 
 def check_callable(name: str, value: Any, example: str) -> None:
     """Raises TypeError unless the argument can be called; ``example`` shows a right one."""
-    if not callable(value):
-        raise TypeError(
-            f"{name}={value!r} must be callable, not {type(value).__name__}; pass a function: {example}"
-        )
+    check_kind(name, value, Callable, f"callable, such as {example}")
 
 
 def as_switch(name: str, value: object) -> bool:
     """Returns True or False, checked."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name}={value!r} must be True or False")
-    return value
+    return bool(check_kind(name, value, bool, "True or False"))
 
 
 def as_choice(name: str, value: object) -> bool | None:
@@ -104,13 +105,11 @@ def as_choice(name: str, value: object) -> bool | None:
 
 
 def _as_on_join(name: str, value: object) -> OnJoin:
-    known = ", ".join(repr(member.value) for member in OnJoin)
-    if not isinstance(value, str):
-        raise TypeError(f"{name}={value!r} must be a string, one of {known}")
+    words = f"one of {', '.join(map(repr, map(str, OnJoin)))}"
     try:
-        return OnJoin(value)
+        return OnJoin(check_kind(name, value, str, words))
     except ValueError:
-        raise ValueError(f"{name}={value!r} must be one of {known}") from None
+        raise ValueError(f"{name}={value!r} must be {words}") from None
 
 
 # Settings ------------------------------------------------------------------------------------------------
@@ -156,16 +155,15 @@ def settings(fields: type[Held]) -> type[Held]:
     return dataclasses.dataclass(frozen=True, kw_only=True)(fields)
 
 
-def argument(default: Any, check: Callable[[str, Any], Any], *, is_shared: bool = False) -> Any:
-    """A field of settings, with its default; see `Setting`."""
-    return dataclasses.field(default=default, metadata={Setting: Setting(check, is_shared)})
+def argument(default: Any, check: Callable[[str, Any], Any], **known: Any) -> Any:
+    """A field of settings, with its default; ``known``: see `Setting`."""
+    return dataclasses.field(default=default, metadata={Setting: Setting(check, **known)})
 
 
 def _duration(default: float, *shorter_than: str, is_shared: bool = False, from_zero: bool = False) -> Any:
     """The same for a duration."""
     check = functools.partial(as_seconds, from_zero=from_zero)
-    known = Setting(check, is_shared, True, shorter_than)
-    return dataclasses.field(default=default, metadata={Setting: known})
+    return argument(default, check, is_shared=is_shared, is_duration=True, shorter_than=shorter_than)
 
 
 def about(settings: type) -> dict[str, Setting]:

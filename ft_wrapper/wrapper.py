@@ -18,6 +18,7 @@ import torch
 from . import _names, check
 from .attribution import InterruptionRecord, by_blame
 from .check import WATCHDOG
+from .compose import known_signature
 from .exception import RankDrained, RestartAbort
 from .monitor import identity
 from .monitor.frames import drop_own_frames
@@ -451,16 +452,13 @@ def _check_function(function: Callable[..., Any], result: object = None) -> None
     """Refuses what only begins when it is called; with a decorator around it, that shows in its result."""
     if inspect.isclass(function):
         raise TypeError(f"{function!r} is a class: a call only makes one; wrap the function or the method")
-    for is_kind, is_result, kind in (
-        (inspect.iscoroutinefunction, inspect.iscoroutine, "a coroutine function"),
-        (inspect.isasyncgenfunction, inspect.isasyncgen, "an asynchronous generator function"),
-        (inspect.isgeneratorfunction, inspect.isgenerator, "a generator function"),
-    ):
-        if is_kind(function) or is_kind(type(function).__call__) or is_result(result):
-            raise TypeError(
-                f"{function!r} is {kind}: calling it runs nothing yet, so nothing could be restarted; wrap a "
-                "plain function that runs it to its end"
-            )
+    kinds = (inspect.iscoroutinefunction, inspect.isasyncgenfunction, inspect.isgeneratorfunction)
+    begins = any(is_kind(one) for is_kind in kinds for one in (function, type(function).__call__))
+    if begins or isinstance(result, types.CoroutineType | types.AsyncGeneratorType | types.GeneratorType):
+        raise TypeError(
+            f"{function!r} is a coroutine or generator function: calling it runs nothing yet, so nothing "
+            "could be restarted; wrap a plain function that runs it to its end"
+        )
 
 
 def _call_wrapper_parameter(function: Callable[..., Any]) -> str | None:
@@ -469,23 +467,17 @@ def _call_wrapper_parameter(function: Callable[..., Any]) -> str | None:
     The one annotated with ``CallWrapper`` or ``Optional[CallWrapper]``; without any, one that has no
     annotation and is called ``call_wrapper``.
     """
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return None
-    annotated = {name: parameter.annotation for name, parameter in signature.parameters.items()}
-    found = [name for name, annotation in annotated.items() if _means_call_wrapper(annotation, function)]
+    signature = known_signature(function)
+    parameters = {} if signature is None else signature.parameters
+    found = [name for name, one in parameters.items() if _means_call_wrapper(one.annotation, function)]
     if len(found) > 1:
         raise TypeError(
             f"{function!r} has {len(found)} arguments annotated with CallWrapper ({', '.join(found)}); it "
             "may have one"
         )
-    if found:
-        return found[0]
-    by_name = signature.parameters.get(_PARAMETER)
-    if by_name is None or by_name.annotation is not inspect.Parameter.empty:
-        return None
-    return None if by_name.kind in (by_name.VAR_POSITIONAL, by_name.VAR_KEYWORD) else _PARAMETER
+    if not found and (own := parameters.get(_PARAMETER)) is not None and own.annotation is own.empty:
+        found = [_PARAMETER] if own.kind not in (own.VAR_POSITIONAL, own.VAR_KEYWORD) else []
+    return found[0] if found else None
 
 
 def _means_call_wrapper(annotation: object, function: Callable[..., Any]) -> bool:

@@ -1,12 +1,12 @@
 """The settings of one wrapped call: the plug-ins, the store, the files, the limits."""
 
 import functools
-import inspect
 import pathlib
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Literal
 
+from .. import settings as checks
 from ..abort import Abort, AbortProcesses, AbortTorchDistributed
 from ..completion import Completion
 from ..compose import Compose, StatePlugIn, check_arguments, check_plug_in
@@ -14,20 +14,14 @@ from ..finalize import Finalize
 from ..health_check import HealthCheck
 from ..initialize import Initialize
 from ..rank_assignment import ActivateAllRanks, MaxActiveWorldSize, RankAssignment, RankPlugIn, ShiftRanks
-from ..settings import AllLimits, MainLimits, RareLimits, about, argument, as_choice, as_switch, settings
+from ..settings import AllLimits, MainLimits, RareLimits, about, argument, settings
 from ..store import StoreMixin, TCPStore, without_password
 from ..terminate import Terminate
 from .report import RestartReport
 
 
-def _check_kind(name: str, value: Any, kind: Any, words: str) -> Any:
-    if not isinstance(value, kind):
-        raise TypeError(f"{name}={value!r} must be {words}")
-    return value
-
-
 def _check_path(name: str, value: Any) -> str | None:
-    path: str | None = _check_kind(name, value, str | None, "None or a string")
+    path: str | None = checks.check_kind(name, value, str | None, "None or a string")
     if path is not None and not pathlib.Path(path).is_absolute():
         raise ValueError(f"{name}={value!r} must be an absolute path; {{rank}} in it is filled in")
     return path
@@ -36,7 +30,7 @@ def _check_path(name: str, value: Any) -> str | None:
 def _check_function(name: str, value: Any, words: str, takes: tuple[object, ...] = ()) -> Any:
     """Checks what is to be called with some arguments, or is None."""
     if value is not None:
-        _check_kind(name, value, Callable, words)
+        checks.check_kind(name, value, Callable, words)
         check_arguments(f"{name}={value!r} must be {words}", value, *takes)
     return value
 
@@ -50,8 +44,8 @@ def _plug_in(kind: type, default: object = None, *, is_shared: bool = False) -> 
     return argument(default, functools.partial(check_plug_in, kind=kind), is_shared=is_shared)
 
 
-_mapping = functools.partial(_check_kind, kind=Mapping | None, words="None or a dict for store_factory")
-_factory = functools.partial(_check_kind, kind=Callable, words="callable, such as store.TCPStore")
+_mapping = functools.partial(checks.check_kind, kind=Mapping | None, words="None or a dict for store_factory")
+_factory = functools.partial(checks.check_kind, kind=Callable, words="callable, such as store.TCPStore")
 _words = "None or a function of one argument, the RestartReport"
 _on_restart = functools.partial(_check_function, words=_words, takes=(None,))
 
@@ -97,7 +91,7 @@ class Limits(RareLimits):
     warm_up: Callable[[], object] | Literal[False] | None = argument(None, _check_warm_up)
 
 
-_check_limits = functools.partial(_check_kind, kind=Limits, words="ft_wrapper.Limits(...)")
+_check_limits = functools.partial(checks.check_kind, kind=Limits, words="ft_wrapper.Limits(...)")
 
 
 @settings
@@ -115,8 +109,8 @@ class Settings(MainLimits):
     rank_assignment: RankPlugIn | None = _plug_in(RankAssignment, is_shared=True)
     monitor_process_logfile: str | None = argument(None, _check_path)
     monitor_process_pidfile: str | None = argument(None, _check_path)
-    enabled: bool = argument(True, as_switch)
-    use_global_iteration: bool | None = argument(None, as_choice)
+    enabled: bool = argument(True, checks.as_switch)
+    use_global_iteration: bool | None = argument(None, checks.as_choice)
     on_restart: Callable[[RestartReport], object] | None = argument(None, _on_restart)
     limits: Limits = argument(Limits(), _check_limits)
 
@@ -153,11 +147,9 @@ def check_together(settings: Settings) -> None:
         )
     if settings.store_kwargs is None:
         return
-    try:
-        inspect.signature(settings.store_factory).bind(**settings.store_kwargs)
-    except TypeError as error:
-        shown, factory = without_password(settings.store_kwargs), settings.store_factory
-        raise TypeError(f"store_kwargs={shown!r} do not fit store_factory={factory!r}: {error}") from None
+    shown, factory = without_password(settings.store_kwargs), settings.store_factory
+    wrong = f"store_kwargs={shown!r} do not fit store_factory={factory!r}"
+    check_arguments(wrong, factory, **settings.store_kwargs)
 
 
 def default_assignment(active_world_size: int | None) -> RankAssignment:

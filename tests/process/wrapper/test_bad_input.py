@@ -187,8 +187,8 @@ def test_what_is_no_plain_function_is_refused() -> None:
     refused: list[tuple[Any, str]] = [
         *[(each, rf"{each.__name__}.*wrap a plain function") for each in (coroutine, generator)],
         (asynchronous_generator, "asynchronous_generator.*wrap a plain function"),
-        *[(each, "is a coroutine function") for each in (trainer, trainer.__call__)],
-        (functools.partial(coroutine), "is a coroutine function"),
+        *[(each, "is a coroutine or generator function") for each in (trainer, trainer.__call__)],
+        (functools.partial(coroutine), "is a coroutine or generator function"),
         (Trainer, r"Trainer.* is a class: .* wrap the function or the method"),
     ]
     for decorate in (Wrapper, Wrapper(), Wrapper(enabled=False)):

@@ -110,7 +110,9 @@ def wraps_what_only_begins(rank: Rank) -> Any:
 
 def test_a_decorated_coroutine_function_that_runs_nothing_is_an_error(job: Job) -> None:
     job.start(2, wraps_what_only_begins)
-    assert all("is a coroutine function: calling it runs nothing yet" in text for text in job.wait())
+    assert all(
+        "is a coroutine or generator function: calling it runs nothing yet" in text for text in job.wait()
+    )
 
 
 STORE = {"host_name": "127.0.0.1", "port": 29999}

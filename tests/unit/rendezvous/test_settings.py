@@ -77,7 +77,7 @@ def test_mistakes_on_etcd(options: str, says: str) -> None:
         ({"xyz": "1"}, "xyz=1: unknown option; there are: join_timeout"),
         ({"join_timeout": "soon"}, "join_timeout=soon: is not a number"),
         ({"join_timeout": "0"}, "join_timeout=0.0 must be more than 0"),
-        ({"join_timeout": "inf"}, "join_timeout=inf must be finite"),
+        ({"join_timeout": "inf"}, "join_timeout=inf must be more than 0 seconds, and at most"),
         ({"last_call_timeout": "-1"}, "last_call_timeout=-1.0 must be at least 0"),
         ({"keep_alive_max_attempt": "1.5"}, "keep_alive_max_attempt=1.5: is not a whole number"),
         ({"keep_alive_max_attempt": "0"}, "keep_alive_max_attempt=0 is too small"),
