@@ -24,7 +24,6 @@ from ..monitor.interrupt import Interrupter
 from ..monitor.shared_memory import Phase
 from ..monitor.threads import MonitorThread, WatchedIteration
 from ..protocol.entering import Endpoint
-from ..protocol.housekeeping import note_active_target
 from ..protocol.records import Decision, SameFault, View
 from ..rank_assignment import RankAssignmentCtx, activate_if_unsaid
 from ..state import Mode, State
@@ -33,11 +32,12 @@ from ..store.base import HoldingStore
 from ..torch_groups import caches, device, release, warm_up
 from ..torch_groups.abort import describe_pending_aborts
 from ..torch_groups.collective import current_collective
-from . import exit_watch, torch_state
+from . import exit_watch
 from .loop import FunctionRun, Hang, RestartedProcess, RestartLoop, describe_same_fault, hang_of
 from .on_restart import Reporter, RestartTimes
 from .resources import Resources, Services
 from .settings import Settings
+from .torch_state import TorchState
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ class Call(RestartedProcess):
             own.remember(self.state)
             return None
         self._function = function
-        self._torch_state = torch_state.snapshot()
+        self._torch_state = TorchState()
         own.signals.hold()
         try:
             return RestartLoop(own.member, self.state, self).run()
@@ -175,7 +175,7 @@ class Call(RestartedProcess):
         own.interrupter.reset()
         self._current = run = FunctionRun(time.monotonic(), has_returned=True)
         is_spare = state.mode == Mode.INACTIVE
-        entered = functools.partial(self._report_entry, state, self._times)
+        entered = functools.partial(self._reporter.entered, state, self._times)
         run.watch = watch = own.thread.watch(own.member.view.n, entered, may_be_done=is_spare)
         run.report = self._reporter.await_report(state, self._times, watch)
         try:
@@ -379,7 +379,7 @@ class Call(RestartedProcess):
         self._user_store = None
         self.own.remember(self.state)
 
-    def leave(self, error: BaseException, is_missed: bool) -> Interruption | None:
+    def leave(self, error: BaseException) -> Interruption | None:
         own, watch = self.own, self._current.watch
         if isinstance(error, Exception):
             self.state.fn_exception = error
@@ -458,9 +458,3 @@ class Call(RestartedProcess):
             connection.abort()
         if self.settings.abort is not None:
             self.settings.abort(self.state.freeze())
-
-    def _report_entry(self, state: State, times: RestartTimes) -> None:
-        """Reports the restart, on the active rank that entered last."""
-        if state.active_rank == 0:  # now: this rank may be lost before its monitor does it
-            note_active_target(self.own.thread_agreement.store, self.own.member.view.n)
-        self._reporter.entered(state, times)

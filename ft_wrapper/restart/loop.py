@@ -173,12 +173,11 @@ class RestartedProcess:
     def complete(self) -> None:
         """All ranks have finished."""
 
-    def leave(self, error: BaseException, is_missed: bool) -> Interruption | None:
+    def leave(self, error: BaseException) -> Interruption | None:
         """The rank leaves the job.
 
         Args:
             error: the exception by which it leaves.
-            is_missed: whether other ranks wait for this one in the iteration.
 
         Returns:
             What to report to the others; None if that cannot be reported.
@@ -322,7 +321,7 @@ class RestartLoop:
         # Nobody waits for a discarded rank. But if it left from inside the function, its own monitor thread
         # waits for the iteration's end, so it must end the iteration. A spare never does.
         is_missed = not self._is_spare and (self._runs or not isinstance(error, exception.RankDiscarded))
-        how = self.process.leave(error, is_missed)
+        how = self.process.leave(error)
         if how is not None:
             with self.process.waiting:
                 member.leave(state.rank, how, error, ends=is_missed)

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from ..exception import InternalError, StoreError
 from ..monitor.threads import WatchedIteration
 from ..protocol import Agreement, keys
+from ..protocol.housekeeping import note_active_target
 from ..protocol.operations import Notify, read
 from ..protocol.records import Fault
 from ..state import State
@@ -139,6 +140,8 @@ class Reporter:
             times: this rank's times as it entered.
         """
         view, agreement = self._own.member.view, self._own.thread_agreement
+        if state.active_rank == 0:  # now: this rank may be lost before its monitor does it
+            note_active_target(agreement.store, view.n)
         now = agreement.store.now()
         if view.is_first or state.active_rank is None:
             return

@@ -2,7 +2,7 @@
 
 A switch that the function turns off for a while, gradients say, stays off if an exception or an interrupt
 comes meanwhile. The next entry would fail for a reason that has nothing to do with the fault, or go on with
-other numbers. `snapshot` is taken before the first entry; `TorchState.restore` brings back what was there.
+other numbers. A `TorchState` is made before the first entry; its `restore` brings back what was there.
 
 Only what was seen left behind is looked at; how often is said beside it, before interrupts waited for a safe
 point (`ft_wrapper.monitor.safe_points`). Since then an interrupt has left none of these, 0 of 10,010. Nor has
@@ -43,14 +43,10 @@ _SWITCHES = (
 
 
 class TorchState:
-    """What torch's switches were.
+    """What torch's switches were, of the calling thread and of the process, when this was made."""
 
-    Args:
-        values: the value of each, by what a person calls it.
-    """
-
-    def __init__(self, values: dict[str, Any]) -> None:
-        self._values = values
+    def __init__(self) -> None:
+        self._values = _values()
         self._logged: set[str] = set()
 
     def restore(self) -> list[str]:
@@ -59,7 +55,7 @@ class TorchState:
         Returns:
             The names of what had changed.
         """
-        now = snapshot()._values
+        now = _values()
         changed = [name for name, value in self._values.items() if now[name] != value]
         with _C.DisableTorchFunction():  # a function mode from before the call is not asked
             for name, _, setter in _SWITCHES:
@@ -75,7 +71,7 @@ class TorchState:
         return changed
 
 
-def snapshot() -> TorchState:
-    """Notes torch's switches of the calling thread and of the process."""
+def _values() -> dict[str, Any]:
+    """The value of each switch, by what a person calls it."""
     there = [one for one in _SWITCHES if hasattr(_C, one[1]) and hasattr(_C, one[2])]
-    return TorchState({name: getattr(_C, getter)() for name, getter, _ in there})
+    return {name: getattr(_C, getter)() for name, getter, _ in there}

@@ -59,22 +59,18 @@ def shut_down_gloo_sockets(being_made: Callable[[], int] = int) -> None:
         busy = []
         for tid in pending:
             try:
-                epoll = _hold_epoll(tid)
+                watched = _watched_by_thread(tid)
             except ProcessLookupError:
                 continue
             except OSError as error:
                 log.warning("gloo's sockets cannot be found on this machine: %s", error)
                 return
-            if epoll is None:
+            if watched is None:
                 busy.append(tid)
                 continue
-            try:
-                watched = watched_by(epoll)
-                _shut_down_connections(watched)
-                if size and tid in newest:
-                    _connect_for_peers(watched, size)
-            finally:
-                os.close(epoll)
+            _shut_down_connections(watched)
+            if size and tid in newest:
+                _connect_for_peers(watched, size)
         pending = busy
         if pending and time.monotonic() > deadline:
             log.warning("%d gloo event loops were busy for %g s; not aborted", len(pending), _BUSY_LIMIT)
@@ -111,21 +107,16 @@ def _unnamed_loops() -> list[int]:
     loops = []
     for tid in unnamed_threads():
         with contextlib.suppress(OSError):  # the thread has ended
-            epoll = _hold_epoll(tid)
-            if epoll is None:
-                continue
-            try:
-                # A TCPStore's server runs libuv, which wakes its loop by an eventfd. Gloo has none.
-                kinds = [os.readlink(f"/proc/self/fd/{fd}") for fd, _ in watched_by(epoll)]
-            finally:
-                os.close(epoll)
-            if not any("eventfd" in kind for kind in kinds):
+            watched = _watched_by_thread(tid)
+            # A TCPStore's server runs libuv, which wakes its loop by an eventfd. Gloo has none.
+            kinds = [os.readlink(f"/proc/self/fd/{fd}") for fd, _ in watched or ()]
+            if watched is not None and not any("eventfd" in kind for kind in kinds):
                 loops.append(tid)
     return loops
 
 
-def _hold_epoll(tid: int) -> int | None:
-    """Returns a duplicate of the epoll descriptor that a thread waits on; None while it is not waiting."""
+def _watched_by_thread(tid: int) -> list[tuple[int, int]] | None:
+    """What the epoll descriptor watches that a thread waits on; None while it is not waiting."""
     fd = _epoll_fd(tid)
     if fd is None:
         return None
@@ -133,13 +124,11 @@ def _hold_epoll(tid: int) -> int | None:
         held = os.dup(fd)
     except OSError:
         return None
-    with contextlib.ExitStack() as unless_it_is_that:
-        unless_it_is_that.callback(os.close, held)
+    try:
         # The thread waited on this number before and after `dup`, so it meant the same file all the time.
-        if _epoll_fd(tid) == fd:
-            unless_it_is_that.pop_all()
-            return held
-    return None
+        return watched_by(held) if _epoll_fd(tid) == fd else None
+    finally:
+        os.close(held)
 
 
 def _epoll_fd(tid: int) -> int | None:

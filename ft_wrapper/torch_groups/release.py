@@ -35,7 +35,7 @@ _IDLE_LIMIT = 5.0
 
 _to_drop: list[list[Any]] = []  # references to released groups; empty while no thread drops them
 _dropping = threading.Lock()
-_background: list[threading.Thread] = []  # the dropping thread, running or ended
+_dropper: threading.Thread | None = None  # the dropping thread, running or ended
 _torchs_destroy: Any = None
 
 
@@ -126,14 +126,14 @@ def wait_for_released_groups(timeout: float = 10.0) -> bool:
     """Waits until released groups are gone, with their threads and sockets.
 
     Args:
-        timeout: seconds to wait for each.
+        timeout: seconds to wait.
 
     Returns:
         Whether they are gone; if not, a warning is logged.
     """
-    for thread in list(_background):
-        thread.join(timeout)
-        if thread.is_alive():
+    if _dropper is not None:
+        _dropper.join(timeout)
+        if _dropper.is_alive():
             log.warning("process groups still not gone after %g s", timeout)
             return False
     return True
@@ -205,10 +205,11 @@ def _drop_meshes() -> None:
 
 def _drop_in_background(references: list[Any]) -> None:
     """Has a thread drop references. One thread for all, since a function may destroy many groups."""
+    global _dropper
     with _dropping:
         _to_drop.append(references)
         if len(_to_drop) == 1:  # otherwise the running thread drops these, too
-            _background[:] = [in_background("release-groups", _drop_all)]
+            _dropper = in_background("release-groups", _drop_all)
 
 
 def _drop_all() -> None:

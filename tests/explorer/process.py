@@ -235,7 +235,7 @@ class SimulatedProcess(RestartedProcess):
     def complete(self) -> None:
         self.simulation.invariants.completed(self, self._job.view)
 
-    def leave(self, error: BaseException, is_missed: bool) -> Interruption | None:
+    def leave(self, error: BaseException) -> Interruption | None:
         return Interruption.BASE_EXCEPTION if self._leaves() else None
 
     def left_job(self) -> None:
