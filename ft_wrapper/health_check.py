@@ -1,6 +1,8 @@
 """Plug-ins that decide whether a rank may go on."""
 
+import abc
 import contextlib
+import functools
 import importlib
 import logging
 from collections.abc import Iterator
@@ -31,11 +33,39 @@ class HealthCheck(PlugIn):
     """
 
 
-class CudaHealthCheck(HealthCheck):
+class _OfGpu(HealthCheck):
+    """Checks the GPU of this process, in a thread and with a timeout.
+
+    Args:
+        timeout: how long that may take: a ``timedelta`` or seconds.
+    """
+
+    def __init__(self, timeout: timedelta | float = _TIMEOUT) -> None:
+        self.timeout = as_timeout("timeout", timeout)
+
+    def __call__(self, state: FrozenState) -> FrozenState:
+        """Checks the GPU, if the process uses one.
+
+        Raises:
+            ft_wrapper.exception.RestartTimeout: it took longer than ``timeout``.
+        """
+        device = cuda_device()
+        if device is not None:
+            what = f"{type(self).__name__} of GPU {device} on rank {state.rank}"
+            check = functools.partial(self._check, device, f"rank {state.rank}")
+            call_in_thread(check, what, self.timeout.total_seconds())
+        return state
+
+    @abc.abstractmethod
+    def _check(self, device: int, who: str) -> None:
+        """Raises an error if the GPU is not healthy."""
+
+
+class CudaHealthCheck(_OfGpu):
     """Checks that the GPU finishes its work, and that the CUDA context still works.
 
     Does nothing in a process that has not used a GPU. Checks the GPU that ``LOCAL_RANK`` names, else the
-    current one.
+    current one. It raises torch's own error where the CUDA context is broken.
 
     Args:
         timeout: how long the GPU may take to finish: a ``timedelta`` or seconds.
@@ -45,39 +75,21 @@ class CudaHealthCheck(HealthCheck):
         ValueError: ``timeout`` is not positive.
     """
 
-    def __init__(self, timeout: timedelta | float = _TIMEOUT) -> None:
-        self.timeout = as_timeout("timeout", timeout)
-
-    def __call__(self, state: FrozenState) -> FrozenState:
-        """Waits for the GPU.
-
-        Raises:
-            ft_wrapper.exception.RestartTimeout: the GPU did not finish in time.
-            RuntimeError: torch's own, where the CUDA context is broken.
-        """
-        device = cuda_device()
-        if device is None:
-            return state
-
-        def synchronize() -> None:
-            try:
-                torch.cuda.synchronize(device)
-            except RuntimeError as ex:
-                # May come from an aborted kernel. A context that is broken says so again.
-                _logger.warning("rank %s: GPU %s: %s", state.rank, device, ex)
+    def _check(self, device: int, who: str) -> None:
+        try:
             torch.cuda.synchronize(device)
+        except RuntimeError as ex:
+            # May come from an aborted kernel. A context that is broken says so again.
+            _logger.warning("%s: GPU %s: %s", who, device, ex)
+        torch.cuda.synchronize(device)
 
-        what = f"{type(self).__name__} on rank {state.rank}: torch.cuda.synchronize({device})"
-        call_in_thread(synchronize, what, self.timeout.total_seconds())
-        return state
 
-
-class GpuHealthCheck(HealthCheck):
+class GpuHealthCheck(_OfGpu):
     """Asks the driver, through NVML, whether the GPU must be reset or replaced.
 
     Unlike `CudaHealthCheck` it sends nothing to the GPU. It skips what the GPU or its driver does not
     support, and does nothing in a process that has not used a GPU. Checks the GPU that ``LOCAL_RANK`` names,
-    else the current one.
+    else the current one. If the driver wants it reset or replaced, it raises `HealthCheckError`.
 
     Args:
         timeout: how long the driver may take: a ``timedelta`` or seconds.
@@ -89,36 +101,21 @@ class GpuHealthCheck(HealthCheck):
     """
 
     def __init__(self, timeout: timedelta | float = _TIMEOUT) -> None:
-        self.timeout = as_timeout("timeout", timeout)
+        super().__init__(timeout)
         try:
             self._nvml: Any = importlib.import_module("pynvml")
         except ImportError as ex:
             raise ImportError("GpuHealthCheck needs nvidia-ml-py: pip install 'ft-wrapper[gpu]'") from ex
 
-    def __call__(self, state: FrozenState) -> FrozenState:
-        """Asks the driver.
-
-        Raises:
-            HealthCheckError: the driver wants the GPU reset or replaced.
-            ft_wrapper.exception.RestartTimeout: the driver did not answer in time.
-        """
-        device = cuda_device()
-        if device is None:
-            return state
+    def _check(self, device: int, who: str) -> None:
         uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-
-        def ask() -> list[str]:
-            self._nvml.nvmlInit()
-            try:
-                return list(_problems(self._nvml, self._nvml.nvmlDeviceGetHandleByUUID(uuid)))
-            finally:
-                self._nvml.nvmlShutdown()
-
-        what = f"{type(self).__name__} on rank {state.rank}: asking NVML about {uuid}"
-        problems = call_in_thread(ask, what, self.timeout.total_seconds())
+        self._nvml.nvmlInit()
+        try:
+            problems = list(_problems(self._nvml, self._nvml.nvmlDeviceGetHandleByUUID(uuid)))
+        finally:
+            self._nvml.nvmlShutdown()
         if problems:
-            raise HealthCheckError(f"rank {state.rank}: {uuid} is not healthy: {'; '.join(problems)}")
-        return state
+            raise HealthCheckError(f"{who}: {uuid} is not healthy: {'; '.join(problems)}")
 
 
 def _problems(nvml: Any, handle: Any) -> Iterator[str]:

@@ -200,12 +200,8 @@ def waiting_line(store: Operations, missing: Sequence[Member], hang: float, sile
     """
     places = (place(member.slot, None, *host_and_pid(store, member)) for member in missing[:_SHOWN])
     names = _joined(places, len(missing))
-    alone, many = ("it is", "it hangs", "its host is"), ("they are", "they hang", "their hosts are")
-    is_, hangs, host = many if len(missing) > 1 else alone
-    return (
-        f"the restart waits for {names} to leave the function: {is_} ended within {duration(hang)} if "
-        f"{hangs}, or evicted within {duration(silence)} if {host} lost"
-    )
+    ends = f"ended within {duration(hang)} if hung, evicted within {duration(silence)} if the host is lost"
+    return f"the restart waits for {names} to leave the function: {ends}"
 
 
 def describe_faults(faults: Sequence[Fault]) -> str:

@@ -6,7 +6,8 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from multiprocessing import connection
 from typing import Any, Protocol
 
 from .. import events
@@ -178,7 +179,7 @@ class Resources:
         self.signals = KeptHandlers()
         owned.callback(self.signals.forget)
         owned.callback(self.signals.release)  # once all is closed: the monitor's end is a signal, too
-        owned.enter_context(_variables_restored())
+        owned.callback(_restore_variables, {name: os.environ.get(name) for name in _VARIABLES})
         owned.callback(identity.mark_own())
         self.memory = owned.enter_context(contextlib.closing(shared_memory.RankMemory()))
         self.memory.lock_life()
@@ -311,7 +312,7 @@ class Resources:
                     if self.plan.is_hosted_by_rank(store):
                         address = getattr(store, "host_name", ""), port
                         line = waited_for.enter_context(socket.create_connection(address, timeout=5.0))
-                        waited_for.callback(_await_end, line, self.settings.completion_timeout)
+                        waited_for.callback(connection.wait, [line], self.settings.completion_timeout)
             self.member.say_goodbye()
 
     def _end_monitor(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -368,22 +369,11 @@ class Resources:
                 log.exception("the monitor and the store are lost: this rank leaves the job")
 
 
-def _await_end(line: socket.socket, timeout: float) -> None:
-    line.settimeout(timeout)
-    with contextlib.suppress(OSError):
-        line.recv(1)
-
-
-@contextlib.contextmanager
-def _variables_restored() -> Iterator[None]:
-    """At its end, restores the environment variables that the wrapper changes."""
-    saved = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
-    try:
-        yield
-    finally:
-        for name in _VARIABLES:
-            os.environ.pop(name, None)
-        os.environ.update(saved)
+def _restore_variables(saved: dict[str, str | None]) -> None:
+    for name, value in saved.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
 
 
 # For live states and checkpoints -----------------------------------------------------------------------

@@ -50,9 +50,9 @@ class Budget:
 
 
 LINES = {
-    "top": Budget(990, 1306, CORE),
+    "top": Budget(990, 1304, CORE),
     "cli": Budget(700, 783, SHELL),
-    "restart": Budget(1200, 1438, CORE),
+    "restart": Budget(1200, 1427, CORE),
     "rank_assignment": Budget(500),
     "protocol": Budget(2170, 2264, CORE),
     "store": Budget(1670, 1874, CORE),

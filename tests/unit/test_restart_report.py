@@ -109,11 +109,11 @@ def test_says_for_whom_a_restart_waits_and_how_long_at_the_most() -> None:
         Agreement(store).joining.register(slot, MemberRecord("host7", 100 + slot)) for slot in range(9)
     ]
     assert waiting_line(store, members[:1], 8.5, 128.0) == (
-        "the restart waits for slot 0 (on host7 pid 100) to leave the function: it is ended within 8.5 s if "
-        "it hangs, or evicted within 2 min 8 s if its host is lost"
+        "the restart waits for slot 0 (on host7 pid 100) to leave the function: ended within 8.5 s if hung, "
+        "evicted within 2 min 8 s if the host is lost"
     )
     line = waiting_line(store, members, 8.5, 28.5)
-    assert ", slot 3 (on host7 pid 103), and 5 more to leave the function: they are ended within" in line
+    assert ", slot 3 (on host7 pid 103), and 5 more to leave the function: ended within" in line
 
 
 def test_a_thousand_ranks_fit_in_a_line() -> None:

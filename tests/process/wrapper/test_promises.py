@@ -318,7 +318,7 @@ def test_a_c_call_that_never_returns_is_ended(job: Job) -> None:
     waits = [line for line in lines if "the restart waits for " in line]
     for slot, what in ((1, "held the GIL"), (2, "made no progress")):
         who = f"slot {slot} (on {os.uname().nodename} pid {job[slot].pid})"
-        told = f"the restart waits for {who} to leave the function: it is ended within "
+        told = f"the restart waits for {who} to leave the function: ended within "
         assert any(told in line for line in waits)
         (restart,) = [line for line in lines if f"restart {slot}:" in line]
         assert f" {what} for hard_timeout=4.5 s and stood at test_promises.py:" in restart
