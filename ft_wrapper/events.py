@@ -96,18 +96,11 @@ def load(path: str) -> list[Record]:
 
     Args:
         path: the file.
-
-    Raises:
-        ValueError: no line is a record; the message names file and line.
     """
     found = list(read_lines(path))
-    records = [one for one in found if isinstance(one, dict)]
-    damaged = [one for one in found if isinstance(one, ValueError)]
-    if damaged and not records:
-        raise damaged[0]
-    if damaged:
+    if damaged := [one for one in found if isinstance(one, ValueError)]:
         log.warning("%d damaged lines are left out, the first is %s", len(damaged), damaged[0])
-    return records
+    return [one for one in found if isinstance(one, dict)]
 
 
 def read_lines(path: str) -> Iterator[Record | ValueError]:

@@ -37,7 +37,6 @@ from .loop import FunctionRun, Hang, RestartedProcess, RestartLoop, describe_sam
 from .on_restart import Reporter, RestartTimes
 from .resources import Resources, Services
 from .settings import Settings
-from .torch_state import TorchState
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +121,7 @@ class Call(RestartedProcess):
             own.remember(self.state)
             return None
         self._function = function
-        self._torch_state = TorchState()
+        self._torch_state = caches.TorchState()
         own.signals.hold()
         try:
             return RestartLoop(own.member, self.state, self).run()

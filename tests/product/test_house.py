@@ -50,14 +50,14 @@ class Budget:
 
 
 LINES = {
-    "top": Budget(990, 1304, CORE),
+    "top": Budget(990, 1300, CORE),
     "cli": Budget(700, 783, SHELL),
-    "restart": Budget(1200, 1427, CORE),
+    "restart": Budget(1200, 1385, CORE),
     "rank_assignment": Budget(500),
     "protocol": Budget(2170, 2264, CORE),
     "store": Budget(1670, 1874, CORE),
     "monitor": Budget(2210, 2437, CORE),
-    "torch_groups": Budget(1185, 1211, CORE),
+    "torch_groups": Budget(1185, 1248, CORE),
     "rendezvous": Budget(1700, 1769, CORE),
     "agent": Budget(3160, 3723, SHELL),
     # It gave 260 of 550 to what seals take beside their own room: protocol 50, store 110, live 90,

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ft_wrapper.restart import torch_state
+from ft_wrapper.torch_groups.caches import TorchState
 
 
 class Refuses(TorchFunctionMode):
@@ -54,7 +54,7 @@ LEFT_ON: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 def state_now() -> dict[str, Any]:
-    """Seen as `torch_state` does not look: by what torch does."""
+    """Seen as `TorchState` does not look: by what torch does."""
     a = torch.ones(2, 2, requires_grad=True)
     b = a @ a
     return {
@@ -89,7 +89,7 @@ def test_what_was_left_on_is_put_back(what: str, caplog: pytest.LogCaptureFixtur
     make, said = LEFT_ON[what]
 
     def check() -> None:
-        kept = torch_state.TorchState()
+        kept = TorchState()
         before = state_now()
         manager = make()
         manager.__enter__()  # and never leaves
@@ -112,7 +112,7 @@ def test_what_was_on_before_stays_on(what: str) -> None:
 
     def check() -> None:
         with make():
-            kept, before = torch_state.TorchState(), state_now()
+            kept, before = TorchState(), state_now()
             with torch.inference_mode(), default_dtype(torch.float16):
                 assert kept.restore()
             assert state_now() == before
@@ -123,7 +123,7 @@ def test_what_was_on_before_stays_on(what: str) -> None:
 def test_a_function_mode_is_not_asked() -> None:
     def check() -> None:
         with Refuses():
-            kept = torch_state.TorchState()
+            kept = TorchState()
             with torch._C.DisableTorchFunction():
                 torch._C._set_grad_enabled(False)
             assert kept.restore() == ["gradient mode"]
@@ -138,7 +138,7 @@ def test_the_users_things_are_left_alone() -> None:
         return [dict(os.environ), sys.stdout, list(warnings.filters), numbers, torch.get_num_threads()]
 
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
-        kept = torch_state.TorchState()
+        kept = TorchState()
         before = users()
         patch.setenv("OF_THE_USER", "1")
         patch.setattr(sys, "stdout", sys.stderr)
@@ -153,7 +153,7 @@ def test_what_this_torch_does_not_have_is_left_out(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delattr(torch._C, "_get_cudnn_enabled")
-    kept = torch_state.TorchState()
+    kept = TorchState()
     torch.set_grad_enabled(False)
     try:
         assert kept.restore() == ["gradient mode"]
@@ -164,5 +164,5 @@ def test_what_this_torch_does_not_have_is_left_out(
 
 def test_nothing_is_imported_for_it() -> None:
     before = set(sys.modules)
-    torch_state.TorchState().restore()
+    TorchState().restore()
     assert set(sys.modules) == before
