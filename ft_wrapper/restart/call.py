@@ -328,9 +328,7 @@ class Call(RestartedProcess):
             with own.waiting:
                 own.monitor.await_answer()
         self._times = self._times.end("arrive")
-
-    def leave_if_asked(self) -> None:
-        if self.own.memory.leave_requested:
+        if own.memory.leave_requested:
             raise exception.RankDrained
 
     def all_arrived(self) -> None:

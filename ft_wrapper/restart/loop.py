@@ -156,10 +156,11 @@ class RestartedProcess:
         """After a fault, waits until the process groups are aborted."""
 
     def clean_up(self) -> None:
-        """Runs ``finalize`` and ``health_check``, before this rank arrives."""
+        """Runs ``finalize`` and ``health_check``, before this rank arrives.
 
-    def leave_if_asked(self) -> None:
-        """Raises `RankDrained` if the rank was asked to leave the job."""
+        Raises:
+            RankDrained: the rank was asked to leave the job.
+        """
 
     def reset_process(self) -> None:
         """Prepares this rank's next entry, while it waits for the others."""
@@ -240,7 +241,6 @@ class RestartLoop:
             self.process.await_abort()
             self._runs = False
         self.process.clean_up()
-        self.process.leave_if_asked()
         assert self.base.rank is not None
         with waiting:
             proposed = member.arrive(self.base.rank, self.base.world_size, fault)
