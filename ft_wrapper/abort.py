@@ -167,7 +167,8 @@ class AbortProcesses(Abort):
                 raise TypeError(f"processes gave {given!r}; it must give pids or psutil.Process")
             pid = given if isinstance(given, int) else given.pid
             # Signals to 0 and -1 go to whole groups of processes.
-            if pid in {-1, 0, 1, os.getpid(), os.getppid(), *_protected}:
+            monitors = (monitor for monitor, _ in _protected)
+            if pid in {-1, 0, 1, os.getpid(), os.getppid(), *monitors}:
                 _logger.warning("process %d is not ended: it is not a helper of the function", pid)
                 continue
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -213,7 +214,7 @@ def find_children() -> list[psutil.Process]:
 
     Those of `protect_processes` are not, nor torch's compile workers.
     """
-    protected = set(_protected_children)
+    protected = {child for _, children in _protected for child in children}
     compiling = _compile_workers()
     found = []
     # Not this process's children: under the start method "forkserver" these are another process's.
@@ -238,16 +239,12 @@ def protect_processes(monitor: int) -> Iterator[None]:
     Args:
         monitor: the process of the wrapper's monitor: that one not even then.
     """
-    children = multiprocessing.active_children()
-    _protected.append(monitor)
-    _protected_children.extend(children)
+    held = monitor, multiprocessing.active_children()
+    _protected.append(held)
     try:
         yield
     finally:
-        _protected.remove(monitor)
-        for child in children:
-            _protected_children.remove(child)
+        _protected.remove(held)
 
 
-_protected: list[int] = []
-_protected_children: list[multiprocessing.process.BaseProcess] = []
+_protected: list[tuple[int, list[multiprocessing.process.BaseProcess]]] = []

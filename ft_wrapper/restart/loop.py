@@ -336,19 +336,15 @@ def check_assigned(state: State) -> None:
     Raises:
         InternalError: the state is none that a rank can have.
     """
-    if state.mode not in (Mode.ACTIVE, Mode.INACTIVE) or state.active_world_size is None:
-        raise exception.InternalError(f"rank_assignment must make ranks ACTIVE or INACTIVE; it gave {state}")
-    if state.active_world_size < 1:
+    active, size = state.active_world_size, state.world_size or 0
+    if active is not None and active < 1:
         raise exception.InternalError(
-            f"rank_assignment left no rank active of {state.world_size}; RetryController can end the job "
-            "before it comes to that"
+            f"rank_assignment left no rank active of {size}; RetryController can end the job before it comes "
+            "to that"
         )
-    if state.active_world_size > (state.world_size or 0):
-        # The others would wait for ranks that are not there.
-        raise exception.InternalError(
-            f"rank_assignment gave active_world_size={state.active_world_size}, which is more than "
-            f"world_size={state.world_size}"
-        )
+    if state.mode not in (Mode.ACTIVE, Mode.INACTIVE) or active is None or active > size:
+        words = "rank_assignment must make ranks ACTIVE or INACTIVE, and no more ACTIVE than there are"
+        raise exception.InternalError(f"{words}; it gave {state}")  # the others would wait for them
 
 
 # A function that fails again and again ----------------------------------------------------------------------

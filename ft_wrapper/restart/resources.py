@@ -62,10 +62,7 @@ class Remembered:
 
 
 # The environment variables that a call changes.
-_VARIABLES = (
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK"),
-    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"),
-)
+_CHANGED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 _FILES_OF_A_CALL = 18  # with what its monitor, if that is a process, opens for itself
 # What this process knows of its last wrapped call, by store.
 _remembered: dict[str, Remembered] = {}
@@ -179,7 +176,7 @@ class Resources:
         self.signals = KeptHandlers()
         owned.callback(self.signals.forget)
         owned.callback(self.signals.release)  # once all is closed: the monitor's end is a signal, too
-        owned.callback(_restore_variables, {name: os.environ.get(name) for name in _VARIABLES})
+        owned.callback(_restore_variables, {name: os.environ.get(name) for name in _CHANGED})
         owned.callback(identity.mark_own())
         self.memory = owned.enter_context(contextlib.closing(shared_memory.RankMemory()))
         self.memory.lock_life()

@@ -50,9 +50,9 @@ class Budget:
 
 
 LINES = {
-    "top": Budget(990, 1300, CORE),
+    "top": Budget(990, 1297, CORE),
     "cli": Budget(700, 783, SHELL),
-    "restart": Budget(1200, 1382, CORE),
+    "restart": Budget(1200, 1376, CORE),
     "rank_assignment": Budget(500),
     "protocol": Budget(2170, 2264, CORE),
     "store": Budget(1670, 1874, CORE),
