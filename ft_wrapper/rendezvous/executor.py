@@ -167,8 +167,8 @@ class Executor:
         return self.register.read() if seconds >= REFRESH else context.record
 
     def _act(self, action: Action, context: Context) -> RendezvousRecord:
-        completes, removes = action is Action.MARK_RENDEZVOUS_COMPLETE, action in operations.REMOVAL.values()
-        if not (completes or removes or context.is_announced):
+        completes, leaves = action is Action.COMPLETE, action is Action.LEAVE
+        if not (completes or leaves or context.is_announced):
             self._announce(context)
             return self.register.latest()
         after = context.record
@@ -176,7 +176,7 @@ class Executor:
             after = moves.fold(after, self.register.admissions(after.epoch))
         if completes:
             after = moves.complete_round(after)
-        if removes:
+        if leaves:
             after, _ = moves.remove_nodes(after, [self.node])
         if after == context.record:
             # Since the record was read, another node may have taken the log into it, and deleted the log.
@@ -248,7 +248,7 @@ def await_predecessor(register: RecordRegister, node_id: str, settings: Rendezvo
         if record.closed or before is None or _has_ended(before, read(store, process_key(node_id)) or ""):
             return
         action = operations.succeed(watch.stillness(before), store.now() - began, limit)
-        if action is Action.TAKE_SEAT:
+        if action is Action.FINISH:
             return
         if action is Action.ERROR_TIMEOUT:
             raise elastic.RendezvousError(

@@ -12,28 +12,15 @@ from .record import Node, NodePlace, RendezvousRecord, RoundPolicy
 
 
 class Action(enum.Enum):
-    """What to do next. The names are those of torch's elastic agents, except `TAKE_SEAT`."""
+    """What to do next."""
 
-    ADD_TO_PARTICIPANTS = "take part in the round that forms"
-    ADD_TO_WAIT_LIST = "wait for the next round"
-    ADD_TO_REDUNDANCY_LIST = "wait as a spare"
-    REMOVE_FROM_PARTICIPANTS = "leave the round"
-    REMOVE_FROM_WAIT_LIST = "stop waiting for the next round"
-    REMOVE_FROM_REDUNDANCY_LIST = "stop being a spare"
-    MARK_RENDEZVOUS_COMPLETE = "complete the round"
+    ASK = "ask for a place"
+    LEAVE = "give up the place"
+    COMPLETE = "complete the round"
     SYNC = "wait until something changes"
     FINISH = "nothing is left to do"
     ERROR_CLOSED = "the rendezvous is closed"
     ERROR_TIMEOUT = "it took too long"
-    TAKE_SEAT = "take a seat in the running job"
-
-
-#: The actions that remove this node from the record, by its place.
-REMOVAL = {
-    NodePlace.SEAT: Action.REMOVE_FROM_PARTICIPANTS,
-    NodePlace.WAITING: Action.REMOVE_FROM_WAIT_LIST,
-    NodePlace.SPARE: Action.REMOVE_FROM_REDUNDANCY_LIST,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,25 +128,14 @@ def join(context: Context) -> Action:
     if place is NodePlace.SEAT and record.complete:
         return Action.FINISH
     if context.has_enough and context.now >= min(context.last_call_ends, context.deadline):
-        return Action.MARK_RENDEZVOUS_COMPLETE
+        return Action.COMPLETE
     if context.now >= context.deadline:
         if place is None and not context.is_announced:
             return Action.ERROR_TIMEOUT
-        return REMOVAL[place or NodePlace.SEAT]
+        return Action.LEAVE
     if place is not None:
         return Action.SYNC
-    return Action.SYNC if context.is_announced and not is_due(context) else _way_in(context)
-
-
-def _way_in(context: Context) -> Action:
-    record = context.record
-    if record.policy is RoundPolicy.RANK:
-        return Action.TAKE_SEAT
-    if not record.complete:
-        return Action.ADD_TO_PARTICIPANTS
-    if context.is_leaving or not record.is_full:
-        return Action.ADD_TO_WAIT_LIST
-    return Action.ADD_TO_REDUNDANCY_LIST
+    return Action.SYNC if context.is_announced and not is_due(context) else Action.ASK
 
 
 def is_due(context: Context) -> bool:
@@ -181,7 +157,7 @@ def is_due(context: Context) -> bool:
 
 
 def succeed(still: float, known_for: float, limit: float) -> Action:
-    """Takes over this node's id, which a scheduler gave to another agent before, once that agent is lost.
+    """Waits, as an agent whose id a scheduler gave to another one before, until that agent is lost.
 
     Args:
         still: seconds for which no heartbeat of the other agent has come.
@@ -189,7 +165,7 @@ def succeed(still: float, known_for: float, limit: float) -> Action:
         limit: seconds without a heartbeat after which a node is lost.
     """
     if still >= limit:
-        return Action.TAKE_SEAT
+        return Action.FINISH
     # The other agent may have died since the first look, unless its heartbeats still come.
     return Action.ERROR_TIMEOUT if still == 0.0 and known_for >= 2 * limit else Action.SYNC
 
@@ -199,7 +175,7 @@ def exit_(context: Context) -> Action:
     place = context.record.place_of(context.node)
     if place is None and not context.is_announced:
         return Action.FINISH
-    return Action.ERROR_TIMEOUT if context.now >= context.deadline else REMOVAL[place or NodePlace.SEAT]
+    return Action.ERROR_TIMEOUT if context.now >= context.deadline else Action.LEAVE
 
 
 def nodes_waiting(record: RendezvousRecord, node: Node, round_number: int) -> int:

@@ -57,9 +57,9 @@ LINES = {
     "protocol": Budget(2170, 2264, CORE),
     "store": Budget(1670, 1874, CORE),
     "monitor": Budget(2210, 2437, CORE),
-    "torch_groups": Budget(1185, 1248, CORE),
-    "rendezvous": Budget(1700, 1769, CORE),
-    "agent": Budget(3160, 3723, SHELL),
+    "torch_groups": Budget(1185, 1249, CORE),
+    "rendezvous": Budget(1700, 1750, CORE),
+    "agent": Budget(3160, 3829, SHELL),
     # It gave 260 of 550 to what seals take beside their own room: protocol 50, store 110, live 90,
     # rendezvous 10.
     "agent/torch_api": Budget(290),

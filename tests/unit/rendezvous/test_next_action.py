@@ -46,10 +46,10 @@ MINE = record(2, 2, A, ME)
 @pytest.mark.parametrize(
     ("state", "action"),
     [
-        (record(2, 3, A), Action.ADD_TO_PARTICIPANTS),
-        (ONE, Action.ADD_TO_WAIT_LIST),
-        (TWO, Action.ADD_TO_REDUNDANCY_LIST),
-        (adopt_rank_policy(TWO), Action.TAKE_SEAT),
+        (record(2, 3, A), Action.ASK),
+        (ONE, Action.ASK),
+        (TWO, Action.ASK),
+        (adopt_rank_policy(TWO), Action.ASK),
         (MINE, Action.FINISH),
         (record(2, 3, ME), Action.SYNC),
         (record(2, 2, A, B, ME), Action.SYNC),
@@ -61,7 +61,7 @@ def test_join(state: RendezvousRecord, action: Action) -> None:
 
 
 def test_who_leaves_a_round_waits_for_the_next_unless_the_round_goes_on() -> None:
-    assert join(context(MINE, leaving=0)) is Action.ADD_TO_WAIT_LIST
+    assert join(context(MINE, leaving=0)) is Action.ASK
     assert join(context(MINE, leaving=5)) is Action.FINISH
     assert join(context(adopt_rank_policy(MINE), leaving=0)) is Action.FINISH
 
@@ -70,9 +70,9 @@ def test_who_leaves_a_round_waits_for_the_next_unless_the_round_goes_on() -> Non
     ("state", "action"),
     [
         (record(2, 3, A), Action.ERROR_TIMEOUT),
-        (record(2, 3, ME), Action.REMOVE_FROM_PARTICIPANTS),
-        (record(2, 3, A, ME), Action.MARK_RENDEZVOUS_COMPLETE),
-        (fold(ONE, [Admission(ME, None, digest({}))]), Action.REMOVE_FROM_WAIT_LIST),
+        (record(2, 3, ME), Action.LEAVE),
+        (record(2, 3, A, ME), Action.COMPLETE),
+        (fold(ONE, [Admission(ME, None, digest({}))]), Action.LEAVE),
         (record(2, 2, A, B, ME), Action.SYNC),
     ],
 )
@@ -85,7 +85,7 @@ def test_join_too_late(state: RendezvousRecord, action: Action) -> None:
 def test_own_last_call() -> None:
     state = record(1, 3, ME)
     assert join(context(state, enough_since=5.1)) is Action.SYNC
-    assert join(context(state, enough_since=5.0)) is Action.MARK_RENDEZVOUS_COMPLETE
+    assert join(context(state, enough_since=5.0)) is Action.COMPLETE
     assert context(state, enough_since=5.1).next_timer == pytest.approx(10.1)
     assert context(state).next_timer == 100.0
     assert context(record(1, 1, A, ME)).next_timer == math.inf, "a spare waits for as long as it takes"
@@ -108,15 +108,15 @@ def test_who_waits_too_long_takes_the_log() -> None:
     assert not is_due(context(state, announced=announced(state, 7, at=9.1)))
     assert is_due(context(state, announced=announced(state, 7, at=9.0)))
     assert join(context(state, announced=announced(state, 7, at=9.1))) is Action.SYNC
-    assert join(context(state, announced=announced(state, 7, at=9.0))) is Action.ADD_TO_PARTICIPANTS
+    assert join(context(state, announced=announced(state, 7, at=9.0))) is Action.ASK
 
 
 @pytest.mark.parametrize(
     ("state", "action"),
     [
-        (MINE, Action.REMOVE_FROM_PARTICIPANTS),
-        (fold(ONE, [Admission(ME, None, digest({}))]), Action.REMOVE_FROM_WAIT_LIST),
-        (record(2, 2, A, B, ME), Action.REMOVE_FROM_REDUNDANCY_LIST),
+        (MINE, Action.LEAVE),
+        (fold(ONE, [Admission(ME, None, digest({}))]), Action.LEAVE),
+        (record(2, 2, A, B, ME), Action.LEAVE),
         (TWO, Action.FINISH),
     ],
 )
@@ -127,7 +127,7 @@ def test_exit(state: RendezvousRecord, action: Action) -> None:
 
 
 def test_exit_of_one_who_is_in_the_log_only() -> None:
-    assert exit_(context(TWO, announced=announced(TWO, 1))) is Action.REMOVE_FROM_PARTICIPANTS
+    assert exit_(context(TWO, announced=announced(TWO, 1))) is Action.LEAVE
 
 
 def test_nodes_waiting() -> None:
@@ -147,8 +147,8 @@ def test_nodes_waiting() -> None:
         (0.0, 30.0, Action.ERROR_TIMEOUT),
         (5.0, 30.0, Action.SYNC),  # it may have died after the first look, before the limit
         (14.9, 44.0, Action.SYNC),
-        (15.0, 15.0, Action.TAKE_SEAT),
-        (15.0, 60.0, Action.TAKE_SEAT),
+        (15.0, 15.0, Action.FINISH),
+        (15.0, 60.0, Action.FINISH),
     ],
 )
 def test_a_node_with_a_schedulers_index_waits_for_the_agent_that_has_it(
