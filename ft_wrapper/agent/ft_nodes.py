@@ -28,15 +28,13 @@ from ..protocol import keys as names
 from ..protocol.deaths import holders, report_lost
 from ..protocol.records import Member
 from ..rendezvous import drains
-from ..rendezvous.backends import Backend
+from ..rendezvous.backends import Backend, announce_endpoint
 from ..rendezvous.handler import FtRendezvousHandler
-from ..rendezvous.keys import RECORD_KEY, done_key, end_key
 from ..rendezvous.operations import nodes_waiting
 from ..rendezvous.presence import Watcher
 from ..rendezvous.record import Drain, Node, NodePlace, RendezvousRecord, RoundPolicy, Seat
-from ..rendezvous.register import Board, RecordRegister
+from ..rendezvous.register import RECORD_KEY, Board, RecordRegister, done_key, end_key
 from ..rendezvous.settings import Identity, RendezvousSettings
-from ..rendezvous.workers import announce_endpoint
 from ..store import StoreMixin, TCPStore, TCPStoreServer, connect, secret
 from ..store.address import host_port, loopback
 from ..store.bounded import bounded, call_in_thread, in_background

@@ -23,9 +23,8 @@ from ..protocol.records import FAULT, Fault
 from ..rendezvous import drains, moves
 from ..rendezvous.backends import RENDEZVOUS, workers_namespace
 from ..rendezvous.drains import Refused
-from ..rendezvous.keys import RECORD_KEY, endpoint_key, version_key
 from ..rendezvous.record import RendezvousRecord
-from ..rendezvous.register import RecordRegister
+from ..rendezvous.register import RECORD_KEY, RecordRegister, endpoint_key, version_key
 from ..store import StoreMixin
 from ..store.address import EtcdAddress, is_etcd
 from ..store.plan import opened_by_tool

@@ -2,7 +2,7 @@
 
 Agents use `handler`, configured by `settings`, on one of the `backends`. Below: `record` (what the nodes
 agree on), `moves` and `operations` (all decisions, pure), `executor` and `register` (carry out decisions on a
-store), `presence` (heartbeats and watching). Beside: `workers` (the store of the workers), `drains`.
+store), `presence` (heartbeats and watching). Beside: `drains`.
 
 Stock ``torchrun --rdzv-backend=ft`` finds `get_handler` by the entry point group ``torchrun.handlers``. It
 loads this file while torch's own rendezvous is half imported, so nothing of torch's is imported here.

@@ -12,10 +12,9 @@ from torch.distributed.elastic import rendezvous as elastic
 from ..protocol.operations import Heartbeat, Operations, read, read_heartbeat, write_text
 from ..protocol.silence import CounterObserver, beat_lasts
 from . import moves, operations
-from .keys import alive_key, process_key
 from .operations import Action, Announced, Context
 from .record import Admission, Node, NodePlace, RendezvousRecord, Seat, differences, digest
-from .register import RecordRegister
+from .register import RecordRegister, alive_key, process_key
 from .settings import RendezvousSettings
 
 log = logging.getLogger(__name__)

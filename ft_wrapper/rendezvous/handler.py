@@ -13,12 +13,19 @@ from torch.distributed.elastic import rendezvous as elastic
 from ..exception import StoreError
 from ..store.bounded import in_background
 from . import drains, moves, operations
-from .backends import Backend, make_backend
+from .backends import Backend, WorkerStores, make_backend
 from .executor import Executor, await_predecessor
-from .keys import agents_prefix, goodbye_key, incarnations_key
 from .presence import Presence
 from .record import Drain, Node, RendezvousRecord, RoundPolicy
-from .register import Board, Change, RecordRegister, store_errors
+from .register import (
+    Board,
+    Change,
+    RecordRegister,
+    agents_prefix,
+    goodbye_key,
+    incarnations_key,
+    store_errors,
+)
 from .settings import (
     ETCD_NAMES,
     Identity,
@@ -27,7 +34,6 @@ from .settings import (
     parameters_from_url,
     read_parameters,
 )
-from .workers import WorkerStores
 
 log = logging.getLogger(__name__)
 

@@ -16,9 +16,8 @@ from ..exception import StoreError, StoreUnavailable
 from ..protocol.operations import Operations
 from . import moves
 from .executor import REFRESH, Executor, note_process, observer
-from .keys import RECORD_KEY, alive_key, goodbye_key
 from .record import Node, NodePlace, RendezvousRecord, RoundPolicy
-from .register import RecordRegister, store_errors
+from .register import RECORD_KEY, RecordRegister, alive_key, goodbye_key, store_errors
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The record in a store: reads, changes by compare-and-set, waits for the next version.
+"""The record in a store: its keys, reads, changes by compare-and-set, waits for the next version.
 
 The record is replaced by compare_set from exactly what was read. Every version has its own `writer`. So a
 node that reads its own version back knows that it has won, even if an answer was lost and the client asked
@@ -17,7 +17,6 @@ from torch.distributed.elastic import rendezvous as elastic
 
 from ..exception import StoreError
 from ..protocol.operations import Append, CompareAndSet, Notify, Operations, Write, read, read_log
-from .keys import RECORD_KEY, count_key, log_key, version_key
 from .record import Admission, RendezvousRecord, Seat
 
 log = logging.getLogger(__name__)
@@ -27,6 +26,53 @@ Change = Callable[[RendezvousRecord], RendezvousRecord]
 
 #: Number of notification keys that are kept. A wait for an older version times out, as its key is gone.
 KEPT_VERSIONS = 32
+
+
+# The names of all keys. No other file spells one.
+
+_ROOT = "ft_wrapper/rendezvous/1"
+
+#: Register: the record. Never deleted.
+RECORD_KEY = f"{_ROOT}/state"
+
+
+def _key(kind: str) -> Callable[[str | int], str]:
+    """Keys of one kind, by what distinguishes them."""
+    return lambda which: f"{_ROOT}/{kind}/{which}"
+
+
+# Notification key, by version of the record: waiters wake and read `RECORD_KEY`.
+version_key = _key("version")
+# Log, by epoch: admissions of nodes.
+log_key = _key("log")
+# Counter, by epoch: the admissions of a log. A hint; the log decides.
+count_key = _key("count")
+# Counter, by node id: number of agents that have had this id.
+incarnations_key = _key("incarnations")
+# Counter or lease, by name of a node: its heartbeat.
+alive_key = _key("alive")
+# By node id: the process of the last agent with this id; see `executor.note_process`.
+process_key = _key("process")
+# By round: the address of the store that its workers use.
+endpoint_key = _key("endpoint")
+# Notification key of `endpoint_key`.
+wake_endpoint = _key("wake/endpoint")
+# By round: prefix of the store that its agents share.
+agents_prefix = _key("agents")
+# By name of a node: set once it has seen that the rendezvous is closed and no longer needs the store.
+goodbye_key = _key("goodbye")
+# On etcd, by name of a node: set once it has left the store; the last node to leave removes all keys.
+gone_key = _key("gone")
+
+
+def done_key(name: str) -> str:
+    """In the store that the agents of a round share: set once a node is done."""
+    return f"done/{name}"
+
+
+def end_key(node_id: str) -> str:
+    """In the same store: how a node's ranks have ended; empty if that is not known."""
+    return f"end/{node_id}"
 
 
 @contextlib.contextmanager

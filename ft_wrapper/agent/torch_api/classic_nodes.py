@@ -18,7 +18,7 @@ from torch.distributed import DistError, DistNetworkError, DistStoreError
 from torch.distributed.elastic import rendezvous as elastic
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-from ...rendezvous.workers import host_workers_store
+from ...rendezvous.backends import host_workers_store
 from ...store.address import address_of_this_node, host_port, is_this_host, loopback
 from ...store.bounded import bounded, call_in_thread, in_background
 from ..nodes import Nodes

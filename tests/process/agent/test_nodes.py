@@ -21,7 +21,7 @@ from torch.distributed import PrefixStore
 
 from ft_wrapper.cli import status
 from ft_wrapper.cli.main import main
-from ft_wrapper.rendezvous.keys import agents_prefix, version_key
+from ft_wrapper.rendezvous.register import agents_prefix, version_key
 from ft_wrapper.store import TCPStore, TCPStoreServer, connect
 
 # Silence of five seconds: on a busy machine no one who lives is silent for so long.

@@ -29,14 +29,13 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from ft_wrapper.protocol.operations import read
-from ft_wrapper.rendezvous import presence, workers
+from ft_wrapper.rendezvous import backends, presence
 from ft_wrapper.rendezvous.backends import Backend, EtcdBackend, TcpBackend
 from ft_wrapper.rendezvous.executor import Executor
 from ft_wrapper.rendezvous.handler import EtcdRendezvousHandler, FtRendezvousHandler, create_handler
-from ft_wrapper.rendezvous.keys import RECORD_KEY, alive_key, goodbye_key, process_key
 from ft_wrapper.rendezvous.presence import NodeHeart
 from ft_wrapper.rendezvous.record import RendezvousRecord, Seat
-from ft_wrapper.rendezvous.register import Board
+from ft_wrapper.rendezvous.register import RECORD_KEY, Board, alive_key, goodbye_key, process_key
 from ft_wrapper.rendezvous.settings import Identity, RendezvousSettings, parameters_from_url
 from ft_wrapper.store import TCPStore, TCPStoreServer
 from ft_wrapper.store.address import EtcdAddress
@@ -442,7 +441,7 @@ def test_signal_ends_the_wait_for_the_store_of_the_workers(
     nodes: Nodes, interrupt: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What goes on waiting for it in vain is not in the way of leaving."""
-    wait, opened = workers.call_in_thread, threading.Event()
+    wait, opened = backends.call_in_thread, threading.Event()
 
     def interrupted(function: Callable[[], bool], what: str) -> bool:
         def signalled() -> bool:
@@ -456,7 +455,7 @@ def test_signal_ends_the_wait_for_the_store_of_the_workers(
     )
     at = RendezvousStoreInfo("localhost", 1)
     monkeypatch.setattr(host._workers, "open", lambda *arguments: opened.wait(TIMEOUT) and at)
-    monkeypatch.setattr(workers, "call_in_thread", interrupted)
+    monkeypatch.setattr(backends, "call_in_thread", interrupted)
     try:
         hosting = nodes.join(host)
         with pytest.raises(Interrupted):
@@ -467,7 +466,7 @@ def test_signal_ends_the_wait_for_the_store_of_the_workers(
         opened.set()
     hosting.exception(TIMEOUT)
     backend = nodes.make_backend()
-    workers.announce_endpoint(backend.connect(), 0, "localhost:1")  # it comes after all
+    backends.announce_endpoint(backend.connect(), 0, "localhost:1")  # it comes after all
     for thread in threading.enumerate():
         if thread.name == "ft_wrapper: waiting for the workers' store":
             thread.join(TIMEOUT)
@@ -513,7 +512,7 @@ def test_a_member_of_etcd_on_this_node_does_not_make_it_the_only_one(etcd: EtcdS
 def test_an_error_in_one_close_skips_no_other() -> None:
     backend, opened = MemoryBackend(FakeStore(RealClock())), mock.Mock()
     with (
-        mock.patch.object(workers.WorkerStores, "close", side_effect=OSError("another")),
+        mock.patch.object(backends.WorkerStores, "close", side_effect=OSError("another")),
         mock.patch.object(backend, "close") as closed,
     ):
         handler = FtRendezvousHandler(RendezvousSettings("job", 1, 1), Identity("0"), backend)

@@ -30,10 +30,9 @@ from ft_wrapper.cli.status import COMPLETED, NOT_FORMED, RUNNING, read_status, w
 from ft_wrapper.protocol import Agreement
 from ft_wrapper.protocol.global_iteration import GlobalIteration
 from ft_wrapper.protocol.records import Decision, Fault, Member
-from ft_wrapper.rendezvous.keys import endpoint_key
 from ft_wrapper.rendezvous.moves import add_drain, close, remove_nodes
 from ft_wrapper.rendezvous.record import Drain, Node, RendezvousRecord, RoundPolicy, Seat
-from ft_wrapper.rendezvous.register import RecordRegister
+from ft_wrapper.rendezvous.register import RecordRegister, endpoint_key
 from ft_wrapper.store import TCPStoreServer, connect
 from ft_wrapper.store.address import canonical
 from ft_wrapper.testing import FakeStore

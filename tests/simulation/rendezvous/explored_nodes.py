@@ -24,11 +24,10 @@ from torch.distributed.elastic.rendezvous import (
 from ft_wrapper.agent.ft_nodes import what_follows
 from ft_wrapper.agent.rounds import What
 from ft_wrapper.rendezvous.executor import Executor
-from ft_wrapper.rendezvous.keys import RECORD_KEY, log_key
 from ft_wrapper.rendezvous.moves import adopt_rank_policy, close
 from ft_wrapper.rendezvous.operations import nodes_waiting
 from ft_wrapper.rendezvous.record import Admission, Node, NodePlace, RendezvousRecord, RoundPolicy, Seat
-from ft_wrapper.rendezvous.register import Board, RecordRegister
+from ft_wrapper.rendezvous.register import RECORD_KEY, Board, RecordRegister, log_key
 from ft_wrapper.rendezvous.settings import RendezvousSettings
 from ft_wrapper.testing import Scheduler, Task
 from ft_wrapper.testing.scheduler import Step

@@ -14,12 +14,11 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from ft_wrapper.protocol.operations import Heartbeat, Step
 from ft_wrapper.rendezvous.executor import Executor
-from ft_wrapper.rendezvous.keys import RECORD_KEY
 from ft_wrapper.rendezvous.moves import adopt_rank_policy, close
 from ft_wrapper.rendezvous.operations import nodes_waiting
 from ft_wrapper.rendezvous.presence import NodeHeart, Watcher, nearest, ring
 from ft_wrapper.rendezvous.record import Node, NodePlace, RendezvousRecord, RoundPolicy, Seat
-from ft_wrapper.rendezvous.register import Board, RecordRegister
+from ft_wrapper.rendezvous.register import RECORD_KEY, Board, RecordRegister
 from ft_wrapper.rendezvous.settings import RendezvousSettings
 from ft_wrapper.testing import Scheduler, Task
 from ft_wrapper.testing.fake_store import Waiter

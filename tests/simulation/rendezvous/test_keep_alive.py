@@ -10,11 +10,10 @@ import pytest
 from simulated_nodes import neighbours
 
 from ft_wrapper.rendezvous.executor import Executor
-from ft_wrapper.rendezvous.keys import alive_key
 from ft_wrapper.rendezvous.moves import may_evict, quarantine
 from ft_wrapper.rendezvous.presence import NodeHeart, NodeWatch
 from ft_wrapper.rendezvous.record import Node, RendezvousRecord, RoundPolicy, Seat
-from ft_wrapper.rendezvous.register import RecordRegister
+from ft_wrapper.rendezvous.register import RecordRegister, alive_key
 from ft_wrapper.rendezvous.settings import RendezvousSettings
 from ft_wrapper.testing import FakeStore
 

@@ -15,10 +15,9 @@ from support.nightly import at_night
 
 from ft_wrapper.rendezvous import moves
 from ft_wrapper.rendezvous.executor import Executor
-from ft_wrapper.rendezvous.keys import RECORD_KEY, version_key
 from ft_wrapper.rendezvous.operations import Announced, Context
 from ft_wrapper.rendezvous.record import Admission, RendezvousRecord, Seat, digest
-from ft_wrapper.rendezvous.register import RecordRegister
+from ft_wrapper.rendezvous.register import RECORD_KEY, RecordRegister, version_key
 from ft_wrapper.testing import SchedulerError
 
 pytestmark = pytest.mark.usefixtures("quiet")
