@@ -24,9 +24,8 @@ from ft_wrapper.protocol.keys import WAKE
 from ft_wrapper.protocol.operations import Heartbeat, read_heartbeat
 from ft_wrapper.store import EtcdStore
 from ft_wrapper.store.address import Endpoint, parse_endpoints
-from ft_wrapper.store.etcd_client import EtcdClient
+from ft_wrapper.store.etcd_client import EtcdClient, Watch
 from ft_wrapper.store.etcd_messages import EtcdCompacted, EtcdRefused, KeyValue, Range, read_answer
-from ft_wrapper.store.etcd_watch import Watch
 from ft_wrapper.testing import EtcdServer
 from ft_wrapper.testing.etcd_server import EtcdTLS
 

@@ -16,8 +16,8 @@ from ft_wrapper.protocol.operations import LAPSED, Heartbeat, read_heartbeat
 from ft_wrapper.protocol.records import Member
 from ft_wrapper.protocol.silence import CounterObserver, HeartbeatObserver, beat_lasts
 from ft_wrapper.store import EtcdStore
+from ft_wrapper.store.etcd_client import Watch
 from ft_wrapper.store.etcd_messages import Range
-from ft_wrapper.store.etcd_watch import Watch
 from ft_wrapper.testing import EtcdServer, FakeStore
 
 MEMBER = Member(1, 0)

@@ -21,8 +21,8 @@ from ft_wrapper.exception import StoreError
 from ft_wrapper.protocol import keys as names
 from ft_wrapper.protocol.operations import append_counted, read, read_log
 from ft_wrapper.store import EtcdStore, PrefixStore, StoreMixin
+from ft_wrapper.store.etcd_client import Watch
 from ft_wrapper.store.etcd_messages import Range
-from ft_wrapper.store.etcd_watch import Watch
 from ft_wrapper.store.plan import plan_store
 from ft_wrapper.testing import EtcdServer
 
