@@ -38,10 +38,7 @@ _LOOK_AGAIN = 5.0  # seconds, should a wake be lost
 def read_record(store: Operations) -> RendezvousRecord | None:
     """The record of the nodes; None if there is none in this store."""
     text = read(store, RECORD_KEY)
-    try:
-        return None if text is None else RendezvousRecord.from_text(text)
-    except ValueError as error:
-        raise StoreError(f"store key {RECORD_KEY!r}: {error}") from error
+    return None if text is None else RendezvousRecord.from_json(text, RECORD_KEY)
 
 
 def meeting_place(endpoint: str) -> str:

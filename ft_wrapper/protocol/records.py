@@ -40,8 +40,8 @@ _POINT_TO_POINT = {"send", "recv", "isend", "irecv", "send_object_list", "recv_o
 class Record:
     """A dataclass that is written as one line of JSON, without fields that have their default value.
 
-    A field's class with a `parse` method is written as text, an enum as its name, a nested dataclass as a
-    list. Long text is cut, since a store takes at most 8 MiB at a time.
+    A field's class with a `parse` method is written as text, an enum as its name (a `StrEnum` as its value),
+    a nested dataclass as a list. Long text is cut, since a store takes at most 8 MiB at a time.
     """
 
     def to_json(self) -> str:
@@ -58,8 +58,8 @@ class Record:
             known = {name: kind for name, kind in _types(cls).items() if name in values}
             return cls(**{name: typed(kind, values[name], key) for name, kind in known.items()})
         except (KeyError, TypeError, ValueError) as error:
-            what = cls.__name__.lower()
-            raise StoreError(f"store key {key!r} holds {text!r}, which is no {what}: {error!r}") from None
+            what, held = cls.__name__.lower(), cut(text, IN_LINE)
+            raise StoreError(f"store key {key!r} holds {held!r}, which is no {what}: {error!r}") from None
 
 
 _types: Any = functools.cache(typing.get_type_hints)
@@ -77,18 +77,21 @@ _to_json = json.JSONEncoder(default=_plain).encode
 
 def typed(kind: Any, value: Any, key: str) -> Any:
     """Converts a JSON value to the type that an annotation names; an error names the key."""
-    if type(value) is kind:
+    if type(value) is kind or (kind is float and type(value) is int):
         return value
+    parts = typing.get_args(kind)
+    if type(None) in parts:
+        return None if value is None else typed(parts[0], value, key)
     if hasattr(kind, "parse"):
         return kind.parse(value, key)
     if typing.get_origin(kind) is tuple:
-        return tuple(typed(typing.get_args(kind)[0], one, key) for one in value)
+        return tuple(typed(parts[0], one, key) for one in value)
     if isinstance(kind, enum.EnumMeta):
-        return kind[value]
+        return kind(value) if enum.StrEnum in kind.__mro__ else kind[value]
     if hasattr(kind, "__dataclass_fields__"):
-        parts = zip(_types(kind).values(), value, strict=True)
-        return kind(*(typed(of, one, key) for of, one in parts))
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        fields = zip(_types(kind).values(), value, strict=True)
+        return kind(*(typed(of, one, key) for of, one in fields))
+    if isinstance(value, bool) or not isinstance(value, typing.get_origin(kind) or kind):
         raise TypeError(f"{value!r} is no {kind}")
     return value
 

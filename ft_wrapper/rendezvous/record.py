@@ -4,15 +4,15 @@ In the terms of torch's elastic agents, the participants are the occupied seats,
 `RendezvousRecord.waiting`, and the redundancy list is `RendezvousRecord.spares`.
 """
 
-import contextlib
 import dataclasses
 import enum
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable
 
-FORMAT = 3
+from ..protocol.records import Record
+
+FORMAT = 4
 
 
 class RoundPolicy(enum.StrEnum):
@@ -148,7 +148,7 @@ class QuarantinedNode:
 
 
 @dataclasses.dataclass(frozen=True)
-class Admission:
+class Admission(Record):
     """An entry of the log: a node asks to take part.
 
     Args:
@@ -161,24 +161,9 @@ class Admission:
     leaves: int | None = None
     digest: str = ""
 
-    def to_text(self) -> str:
-        """The entry as one line."""
-        return _to_json(self)
-
-    @classmethod
-    def from_text(cls, text: str) -> "Admission":
-        """Reads `to_text`.
-
-        Raises:
-            ValueError: the text is no admission.
-        """
-        with _readable("entry of the log", text):
-            node, leaves, digest = json.loads(text)
-            return cls(Node(*node), leaves, digest)
-
 
 @dataclasses.dataclass(frozen=True)
-class RendezvousRecord:
+class RendezvousRecord(Record):
     """What all nodes agree on.
 
     Args:
@@ -205,6 +190,7 @@ class RendezvousRecord:
         hosted: whether the node of group rank 0 hosts the workers' store; otherwise it outlives all nodes.
         drains: drains of this round, of nodes that are in the record.
         quarantine: nodes in quarantine, in the order of their ids. Nobody waits for them.
+        format: version of the text, which is always written.
     """
 
     min_nodes: int
@@ -229,6 +215,11 @@ class RendezvousRecord:
     hosted: bool = True
     drains: tuple[Drain, ...] = ()
     quarantine: tuple[QuarantinedNode, ...] = ()
+    format: int = dataclasses.field(default_factory=lambda: FORMAT)
+
+    def __post_init__(self) -> None:
+        if self.format != FORMAT:
+            raise ValueError("another version of ft_wrapper wrote it; use one version on all nodes")
 
     @property
     def participants(self) -> tuple[Node, ...]:
@@ -265,30 +256,6 @@ class RendezvousRecord:
         """Whether participants and waiting nodes are as many as ``max_nodes``."""
         return len(self.participants) + len(self.waiting) >= self.max_nodes
 
-    def to_text(self) -> str:
-        """The record as JSON."""
-        return _to_json({"format": FORMAT, **vars(self)})
-
-    @classmethod
-    def from_text(cls, text: str) -> "RendezvousRecord":
-        """Reads `to_text`.
-
-        Raises:
-            ValueError: the text is no record, or another version of this package wrote it.
-        """
-        with _readable("record", text):
-            fields = json.loads(text)
-            if fields.pop("format") != FORMAT:
-                raise ValueError("another version of ft_wrapper wrote it; use one version on all nodes")
-            fields["policy"] = RoundPolicy(fields["policy"])
-            fields["seats"] = tuple(_seat(*seat) for seat in fields["seats"])
-            fields["waiting"] = tuple(Waiting(Node(*node), rank) for node, rank in fields["waiting"])
-            fields["spares"] = tuple(Node(*node) for node in fields["spares"])
-            drains, quarantine = fields["drains"], fields["quarantine"]
-            fields["drains"] = tuple(Drain(node, tuple(slots), *more) for node, slots, *more in drains)
-            fields["quarantine"] = tuple(QuarantinedNode(Node(*node), *more) for node, *more in quarantine)
-            return cls(**fields)
-
 
 def digest(options: dict[str, str]) -> str:
     """A short text that is the same for the same options."""
@@ -302,25 +269,3 @@ def differences(theirs: dict[str, str], ours: dict[str, str]) -> list[str]:
         f"{name} is {ours.get(name, 'not set')} here, but {theirs.get(name, 'not set')} there"
         for name in names
     ]
-
-
-# Text ----------------------------------------------------------------------------------------------------
-
-
-def _to_json(value: object) -> str:
-    """JSON, with nested dataclasses as lists, since at a thousand nodes field names would double the text."""
-    return json.dumps(value, default=lambda one: list(vars(one).values()), separators=(",", ":"))
-
-
-def _seat(group_rank: int | None, slot: int, nproc: int, role: str, node: Any, *last: Any) -> Seat:
-    return Seat(group_rank, slot, nproc, role, node and Node(*node), *last)
-
-
-@contextlib.contextmanager
-def _readable(what: str, text: str) -> Iterator[None]:
-    """Turns any error while a text is read into a ValueError that shows the text."""
-    try:
-        yield
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        shown = text if len(text) <= 200 else text[:200] + "…"
-        raise ValueError(f"no {what}: {shown!r}: {error}") from error

@@ -139,8 +139,8 @@ class RecordRegister:
         """
         version = before.version + 1
         record = dataclasses.replace(after, version=version, writer=next(self.store.nonces))
-        expected = before.to_text() if before.version else ""
-        desired = record.to_text()
+        expected = before.to_json() if before.version else ""
+        desired = record.to_json()
         held = self.store.execute([CompareAndSet(RECORD_KEY, expected, desired)])[0] or ""
         if held == desired:
             # The node that wrote the last version may have died before it could wake the others.
@@ -177,7 +177,7 @@ class RecordRegister:
 
     def announce(self, epoch: int, admission: Admission) -> int:
         """Appends an admission to a log; returns the log's count of admissions, a hint."""
-        self.store.execute([Append(log_key(epoch), admission.to_text())])
+        self.store.execute([Append(log_key(epoch), admission.to_json())])
         return self.store.add(count_key(epoch), 1)
 
     def admissions(self, epoch: int) -> list[Admission]:
@@ -187,16 +187,17 @@ class RecordRegister:
             RendezvousStateError: an entry cannot be read.
         """
         key = log_key(epoch)
+        lines = read_log(self.store, key)
         try:
-            return [Admission.from_text(line) for line in read_log(self.store, key)]
-        except ValueError as error:
-            raise elastic.RendezvousStateError(f"store key {key!r}: {error}") from error
+            return [Admission.from_json(line, key) for line in lines]
+        except StoreError as error:
+            raise elastic.RendezvousStateError(str(error)) from error
 
     def _learn(self, text: str) -> RendezvousRecord:
         try:
-            return self.board.learn(RendezvousRecord.from_text(text) if text else self._initial)
-        except ValueError as error:
-            raise elastic.RendezvousStateError(f"store key {RECORD_KEY!r}: {error}") from error
+            return self.board.learn(RendezvousRecord.from_json(text, RECORD_KEY) if text else self._initial)
+        except StoreError as error:
+            raise elastic.RendezvousStateError(str(error)) from error
 
 
 class Board:

@@ -127,7 +127,7 @@ def test_the_first_failure_is_what_counts() -> None:
     record = release(record, Node("2", 2))  # an older agent, which does not know yet
     record = release(record, Node("1"))
     assert [one.node.name for one in record.quarantine] == ["2:3"]
-    assert RendezvousRecord.from_text(record.to_text()) == record
+    assert RendezvousRecord.from_json(record.to_json(), "key") == record
     over = close(record)
     assert quarantine(over, Node("1"), "one", 0.0) == release(over, Node("2", 3)) == over
 

@@ -200,8 +200,8 @@ def test_a_node_that_is_gone_keeps_its_address_and_says_whether_it_was_drained()
     seats = tuple(Seat(rank, rank, 1, "default", node, node.id) for rank, node in enumerate(nodes))
     record = RendezvousRecord(1, 3, complete=True, policy=RoundPolicy.RANK, next_slot=3, seats=seats)
     record = add_drain(record, Drain(nodes[1].name, (), 30.0))
-    record, _ = remove_nodes(RendezvousRecord.from_text(record.to_text()), nodes[1:])
-    found = status.nodes_in(RendezvousRecord.from_text(record.to_text()))
+    record, _ = remove_nodes(RendezvousRecord.from_json(record.to_json(), "key"), nodes[1:])
+    found = status.nodes_in(RendezvousRecord.from_json(record.to_json(), "key"))
     assert [(node.id, node.place, node.slots, node.address) for node in found] == [
         ("a", "seat", (0, 0), "hosta"),
         ("b", "drained", (1, 1), "hostb"),

@@ -402,7 +402,7 @@ class ExploredJob:
         text = self.store.snapshot().get(RECORD_KEY, b"").decode()
         if text == self._text:
             return
-        self._text, before, after = text, self.record, RendezvousRecord.from_text(text)
+        self._text, before, after = text, self.record, RendezvousRecord.from_json(text, RECORD_KEY)
         self.record = self._versions[after.version] = after
         check_record(after)
         check_change(before, after)
@@ -441,7 +441,7 @@ class ExploredJob:
 
     def _has_said_that_it_leaves(self, node: Node, before: RendezvousRecord) -> bool:
         lines = self.store.snapshot().get(log_key(before.epoch), b"").decode().splitlines()
-        entries = [Admission.from_text(line) for line in lines]
+        entries = [Admission.from_json(line, "log") for line in lines]
         return any(entry.node == node and entry.leaves == before.round for entry in entries)
 
     @staticmethod

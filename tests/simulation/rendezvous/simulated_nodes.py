@@ -338,7 +338,7 @@ class World:
         text = self._contents.get(RECORD_KEY, b"")
         if text is self._text:
             return
-        self._text, before, after = text, self.record, RendezvousRecord.from_text(text.decode())
+        self._text, before, after = text, self.record, RendezvousRecord.from_json(text.decode(), RECORD_KEY)
         if after == before:
             return
         self.record = after

@@ -69,7 +69,7 @@ def sets_instead_of_comparing(patch: pytest.MonkeyPatch) -> None:
     ) -> tuple[RendezvousRecord, bool]:
         version = before.version + 1
         written = dataclasses.replace(after, version=version, writer=next(self.store.nonces))
-        text = written.to_text()
+        text = written.to_json()
         self.store.set(RECORD_KEY, text)
         self.store.multi_set([version_key(version - 1), version_key(version)], ["", text])
         return written, True

@@ -37,7 +37,7 @@ def test_a_record_with_drains_is_read_as_it_was_written() -> None:
         drains.request(formed("a", "b", "c"), drain("b:0"), range(6), 1), drain("c:0", 4), range(6), 1
     )
     assert state.drains == (drain("b:0"), drain("c:0", 4))
-    assert RendezvousRecord.from_text(state.to_text()) == state
+    assert RendezvousRecord.from_json(state.to_json(), "key") == state
 
 
 def test_the_same_drain_is_there_once_and_goes_with_its_node() -> None:
