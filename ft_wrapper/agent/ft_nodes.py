@@ -144,14 +144,14 @@ class FtNodes(Nodes):
             joined, node, workers = handler.joined, handler.node, info.bootstrap_store_info
             assert joined is not None and node is not None and workers is not None
             address = host_port(workers.master_addr, workers.master_port)
-            agreed_in = handler.workers_store(joined.round)
+            agreed_in = handler.backend.workers_store(joined.round)
             try:
                 store = connect(agreed_in or address, STORE_TIMEOUT)
                 break
             except StoreError:
                 # Its host may just have been lost: then the others notice, and there is another round.
                 limit = 2 * self._settings.keep_alive_timeout
-                if handler.wait_for_change(joined.version, limit) is None:
+                if handler.board.wait(joined.version, limit) is None:
                     raise
         where = round_of(joined, node, address, agreed_in)
         with contextlib.closing(store):
@@ -318,7 +318,7 @@ class FtNodes(Nodes):
         handler = self._handler
         if handler is None:
             return
-        if handler.is_host:
+        if handler.backend.is_host:
             # The others cannot go on without the store.
             why = f"node {handler.node}, which hosts the rendezvous store, has left: {why}"
             self.fail(why, JobResult(INFRASTRUCTURE, why).to_text())
@@ -366,7 +366,7 @@ class FtNodes(Nodes):
     def keeps_others(self) -> bool:
         handler, where = self._handler, self._round
         hosts = where is not None and where.group_rank == 0 and not where.agreed_in
-        return hosts or (handler is not None and handler.is_host)
+        return hosts or (handler is not None and handler.backend.is_host)
 
     def fail(self, why: str, result: str = "") -> None:
         handler = self._handler

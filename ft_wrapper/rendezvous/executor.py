@@ -246,10 +246,11 @@ def await_predecessor(register: RecordRegister, node_id: str, settings: Rendezvo
         before = record.find(node_id)
         if record.closed or before is None or _has_ended(before, read(store, process_key(node_id)) or ""):
             return
-        action = operations.succeed(watch.stillness(before), store.now() - began, limit)
-        if action is Action.FINISH:
+        still = watch.stillness(before)
+        if still >= limit:
             return
-        if action is Action.ERROR_TIMEOUT:
+        # The other agent may have died since the first look, unless its heartbeats still come.
+        if still == 0.0 and store.now() - began >= 2 * limit:
             raise elastic.RendezvousError(
                 f"node id {node_id!r}, from SLURM_PROCID or JOB_COMPLETION_INDEX, belongs to a live agent at "
                 f"{before.address}: choose another --node-id; --node-id {node_id} would take its place"

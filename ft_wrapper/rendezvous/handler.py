@@ -55,6 +55,8 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
         board: holds the newest record and the agent's callbacks; a new board when None.
 
     Attributes:
+        backend: where the record is kept.
+        board: holds the newest record; may be waited on for a change.
         node: this node; None before `begin` or the first `next_rendezvous`.
         joined: the record in which the node last got its seat; None before that.
     """
@@ -64,15 +66,15 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
     ) -> None:
         self.settings = settings
         self.identity = identity
-        self._backend = backend
-        self._board = board or Board()
+        self.backend = backend
+        self.board = board or Board()
         self._initial = RendezvousRecord(
             settings.min_nodes, settings.max_nodes, settings.options(), hosted=backend.hosts_workers
         )
         self.node: Node | None = None
         self.joined: RendezvousRecord | None = None
         self._presence: Presence | None = None
-        self._workers = WorkerStores(backend, self._board, settings)
+        self._workers = WorkerStores(backend, self.board, settings)
         self._side: RecordRegister | None = None
         self._side_lock = threading.Lock()
         self._opened = contextlib.ExitStack()
@@ -84,7 +86,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
 
     def get_backend(self) -> str:
         """The backend's name for ``--rdzv-backend``."""
-        return self._backend.name
+        return self.backend.name
 
     def get_run_id(self) -> str:
         """The job's id."""
@@ -122,11 +124,17 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
                 leaving = None if self.joined is None else self.joined.round
                 record = self.joined = presence.executor.join(leaving)
                 presence.forget_predecessors()
-                info = self._info(presence, record)
-                if info is not None:
-                    what = (self.settings.run_id, self.node, info.rank, info.world_size, record.round)
-                    log.info("job %s: node %s has group rank %d of %d in round %d", *what)
-                    return info
+                seat, size = record.seat_of(presence.node), len(record.seats)
+                assert seat is not None and seat.group_rank is not None
+                if seat.group_rank == 0 and record.policy is RoundPolicy.GROUP:
+                    workers = self._workers.open(presence.store, record.round, presence.node.address)
+                elif (found := self._workers.find(presence.store, record)) is not None:
+                    workers = found
+                else:
+                    continue  # the round is lost before it has begun
+                what = (self.settings.run_id, self.node, seat.group_rank, size, record.round)
+                log.info("job %s: node %s has group rank %d of %d in round %d", *what)
+                return elastic.RendezvousInfo(self.agents_store(), seat.group_rank, size, workers)
 
     def is_closed(self) -> bool:
         """Whether the rendezvous is closed. Answers from memory once this node has taken part."""
@@ -134,7 +142,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
         if record is None:
             return self.refresh().closed
         if not record.closed:
-            self._board.check()
+            self.board.check()
         return record.closed
 
     def set_closed(self, reason: str = "", result: str = "") -> None:
@@ -149,14 +157,14 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
             try:
                 self._change(lambda record: moves.close(record, reason, result))
             except Exception as error:
-                self._board.lose(error)
+                self.board.lose(error)
 
-        if not self._board.is_closed:
+        if not self.board.is_closed:
             # Not in this thread: if another node closes the rendezvous too, and hosts the store, the store
             # may be gone before this client gets its answer.
             in_background("closing the rendezvous", close)
-        while not self._board.is_closed:
-            self._board.wait(-1 if self.record is None else self.record.version)
+        while not self.board.is_closed:
+            self.board.wait(-1 if self.record is None else self.record.version)
 
     def num_nodes_waiting(self) -> int:
         """How many nodes wait for the next round. Answers from memory.
@@ -166,7 +174,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
         Raises:
             RendezvousConnectionError: the store is lost.
         """
-        self._board.check()
+        self.board.check()
         record, node = self.record, self.node
         if record is None or node is None or self.joined is None:
             return 0
@@ -188,8 +196,8 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
         try:
             if self.joined is not None and takes_part:
                 self.set_closed(result=result)
-            if self._board.is_closed:
-                if self._backend.is_host:  # the store stays until the others have seen the end
+            if self.board.is_closed:
+                if self.backend.is_host:  # the store stays until the others have seen the end
                     self._await_goodbyes()
             else:
                 self.leave()
@@ -224,21 +232,12 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
     @property
     def record(self) -> RendezvousRecord | None:
         """The newest known record; None before the first `next_rendezvous`."""
-        return self._board.record
-
-    @property
-    def is_host(self) -> bool:
-        """Whether the others lose the rendezvous store when this node ends."""
-        return self._backend.is_host
+        return self.board.record
 
     def agents_store(self) -> Store:
         """Another client of the store that the agents of this node's round share."""
         assert self.joined is not None
-        return self._backend.agents_store(agents_prefix(self.joined.round))
-
-    def workers_store(self, round_number: int) -> str:
-        """Address of the store that a round's workers use, if it outlives all nodes; else empty."""
-        return self._backend.workers_store(round_number)
+        return self.backend.agents_store(agents_prefix(self.joined.round))
 
     def refresh(self) -> RendezvousRecord:
         """Reads the record from the store.
@@ -248,14 +247,6 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
         """
         with self._side_register() as register:
             return register.read()
-
-    def wait_for_change(self, version: int, timeout: float) -> RendezvousRecord | None:
-        """Waits for a record newer than a version; None if there is none within ``timeout`` seconds.
-
-        Raises:
-            RendezvousConnectionError: the store is lost.
-        """
-        return self._board.wait(version, timeout)
 
     def adopt_rank_policy(self) -> bool:
         """Changes the policy to ``rank``, once the job has formed and ranks can be replaced one by one.
@@ -281,9 +272,9 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
             RendezvousConnectionError: the store is lost; the node's part has ended nevertheless.
         """
         try:
-            if self._presence is not None and not self._board.is_closed:
+            if self._presence is not None and not self.board.is_closed:
                 with store_errors():
-                    self._board.check()
+                    self.board.check()
                     self._presence.give_up()
                     self._presence.release()  # a node that has left is in no quarantine
         finally:
@@ -300,7 +291,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
             raise elastic.RendezvousStateError(
                 f"this handler of {self.settings.run_id!r} was shut down; make another one"
             )
-        self._board.check()
+        self.board.check()
 
     def _make_node(self, register: RecordRegister) -> Node:
         identity = self.identity
@@ -308,11 +299,11 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
         if identity.is_index:
             await_predecessor(register, node_id, self.settings)
         incarnation = register.store.add(incarnations_key(node_id), 1) - 1
-        address = identity.address or self._backend.local_address()
+        address = identity.address or self.backend.local_address()
         return Node(node_id, incarnation, address, identity.nproc, identity.role)
 
     def _new_register(self) -> RecordRegister:
-        return RecordRegister(self._backend.connect(), self._initial, self._board)
+        return RecordRegister(self.backend.connect(), self._initial, self.board)
 
     def _connect(self) -> RecordRegister:
         """Opens a client that `_end` closes."""
@@ -332,20 +323,6 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
     def _change(self, change: Change) -> RendezvousRecord:
         with self._side_register() as register:
             return register.change(change, self.settings.close_timeout)
-
-    def _info(self, presence: Presence, record: RendezvousRecord) -> elastic.RendezvousInfo | None:
-        """What the agent needs to know about the round; None if the round is lost before it has begun."""
-        seat = record.seat_of(presence.node)
-        assert seat is not None and seat.group_rank is not None
-        workers: elastic.RendezvousStoreInfo | None
-        if seat.group_rank == 0 and record.policy is RoundPolicy.GROUP:
-            workers = self._workers.open(presence.store, record.round, presence.node.address)
-        else:
-            workers = self._workers.find(presence.store, record)
-        if workers is None:
-            return None
-        agents = self._backend.agents_store(agents_prefix(record.round))
-        return elastic.RendezvousInfo(agents, seat.group_rank, len(record.seats), workers)
 
     # The end -----------------------------------------------------------------------------------------------
 
@@ -379,12 +356,12 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
         Not if a node was lost: if it comes back, it must not find an empty store and begin again.
         """
         record = self.record
-        if self._backend.hosts_workers or record is None or not record.closed:
+        if self.backend.hosts_workers or record is None or not record.closed:
             return
         if any(seat.occupant is None for seat in record.seats):
             return
         try:
-            self._backend.leave(presence.node.name, self._others(record))
+            self.backend.leave(presence.node.name, self._others(record))
         except (StoreError, DistError) as error:
             log.debug("%s: nothing was tidied up: %s", self.settings.run_id, error)
 

@@ -156,20 +156,6 @@ def is_due(context: Context) -> bool:
     return context.pending == len(record.participants) or (not record.waiting and context.pending == 1)
 
 
-def succeed(still: float, known_for: float, limit: float) -> Action:
-    """Waits, as an agent whose id a scheduler gave to another one before, until that agent is lost.
-
-    Args:
-        still: seconds for which no heartbeat of the other agent has come.
-        known_for: seconds since this node has first seen the other agent.
-        limit: seconds without a heartbeat after which a node is lost.
-    """
-    if still >= limit:
-        return Action.FINISH
-    # The other agent may have died since the first look, unless its heartbeats still come.
-    return Action.ERROR_TIMEOUT if still == 0.0 and known_for >= 2 * limit else Action.SYNC
-
-
 def exit_(context: Context) -> Action:
     """Gives up the place that this node has, or is about to get."""
     place = context.record.place_of(context.node)

@@ -58,7 +58,7 @@ LINES = {
     "store": Budget(1670, 1858, CORE),
     "monitor": Budget(2210, 2437, CORE),
     "torch_groups": Budget(1185, 1249, CORE),
-    "rendezvous": Budget(1700, 1706, CORE),
+    "rendezvous": Budget(1700),
     "agent": Budget(3160, 3829, SHELL),
     # It gave 260 of 550 to what seals take beside their own room: protocol 50, store 110, live 90,
     # rendezvous 10.

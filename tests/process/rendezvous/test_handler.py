@@ -108,7 +108,7 @@ def wait_until(
     state = handler.record
     assert state is not None
     while not condition(state):
-        newer = handler.wait_for_change(state.version, TIMEOUT)
+        newer = handler.board.wait(state.version, TIMEOUT)
         assert newer is not None, f"it never came to that: {state}"
         state = newer
     return state
@@ -274,7 +274,7 @@ def test_an_index_takes_the_place_of_a_silent_agent_and_not_before(
     first = nodes.make("0", 1, 1, **fast)
     nodes.all_join(first)
     assert first.node is not None
-    store = first._backend.connect()
+    store = first.backend.connect()
     if place == "another pid namespace":  # where that pid is free says nothing
         store.set(process_key("0"), f"0:0 boot pid:[1] {gone_pid()}")
     elif place == "unknown":
@@ -310,7 +310,7 @@ def test_an_index_whose_agent_is_known_to_be_gone_is_not_waited_for(nodes: Nodes
         first.leave()
     elif how == "ended here":
         freeze_now(first)
-        store = first._backend.connect()
+        store = first.backend.connect()
         here, _, _ = (read(store, process_key("0")) or "").rpartition(" ")
         store.set(process_key("0"), f"{here} {gone_pid()}")
     else:
@@ -476,8 +476,8 @@ def test_signal_ends_the_wait_for_the_store_of_the_workers(
 def test_host_waits_for_the_one_that_closed_too(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     host = create_handler(parameters_from_url("ft://localhost:0/job?min_nodes=2&max_nodes=2&node_id=0"))
-    assert isinstance(host._backend, TcpBackend)
-    url = f"ft://localhost:{host._backend.port}/job?min_nodes=2&max_nodes=2&node_id=1&is_host=false"
+    assert isinstance(host.backend, TcpBackend)
+    url = f"ft://localhost:{host.backend.port}/job?min_nodes=2&max_nodes=2&node_id=1&is_host=false"
     other = create_handler(parameters_from_url(url))
     with concurrent.futures.ThreadPoolExecutor() as pool:
         for joined in [pool.submit(host.next_rendezvous), pool.submit(other.next_rendezvous)]:

@@ -17,7 +17,6 @@ from ft_wrapper.rendezvous.operations import (
     is_due,
     join,
     nodes_waiting,
-    succeed,
 )
 from ft_wrapper.rendezvous.record import Admission, Node, RendezvousRecord, digest
 
@@ -137,21 +136,3 @@ def test_nodes_waiting() -> None:
     assert nodes_waiting(remove_nodes(MINE, [ME])[0], ME, 0) == 1, "it was taken out: it has to come again"
     assert nodes_waiting(closed(waiting), ME, 0) == 0
     assert nodes_waiting(adopt_rank_policy(waiting), ME, 0) == 0
-
-
-@pytest.mark.parametrize(
-    ("still", "known_for", "action"),
-    [
-        (0.0, 0.0, Action.SYNC),
-        (0.0, 29.9, Action.SYNC),
-        (0.0, 30.0, Action.ERROR_TIMEOUT),
-        (5.0, 30.0, Action.SYNC),  # it may have died after the first look, before the limit
-        (14.9, 44.0, Action.SYNC),
-        (15.0, 15.0, Action.FINISH),
-        (15.0, 60.0, Action.FINISH),
-    ],
-)
-def test_a_node_with_a_schedulers_index_waits_for_the_agent_that_has_it(
-    still: float, known_for: float, action: Action
-) -> None:
-    assert succeed(still, known_for, limit=15.0) is action
