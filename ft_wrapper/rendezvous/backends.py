@@ -142,12 +142,10 @@ class TcpBackend(Backend):
         try:
             self._server = TCPStoreServer(self.port, self.host_name)
         except StoreError as error:
-            if isinstance(error.__cause__, socket.gaierror):
-                raise elastic.RendezvousConnectionError(f"--rdzv-endpoint {self._where}: {error}") from error
-            if required or self.port == 0:
+            if required or self.port == 0 or isinstance(error.__cause__, socket.gaierror):
                 raise elastic.RendezvousConnectionError(
-                    f"--rdzv-endpoint {self._where}: this node must host the store, "
-                    f"and cannot: {error.__cause__}; choose another port, or let another node host it"
+                    f"--rdzv-endpoint {self._where}: this node must host the store, and cannot: "
+                    f"{error.__cause__}; choose another address or port, or let another node host it"
                 ) from error
             log.debug("%s is taken: another node of this machine hosts the store", self._where)
             return

@@ -329,23 +329,17 @@ class TCPStoreServer:
             read this.
 
     Raises:
-        StoreError: the port is taken, or the host is unknown.
+        StoreError: the port is taken, the host is unknown, or no descriptors are left.
     """
 
     def __init__(self, port: int = 0, host_name: str = "localhost", *, by_rank: bool = False) -> None:
         try:
             self._store = serve(host_name, port, DEFAULT_TIMEOUT)
-        except socket.gaierror as error:
-            raise StoreError(
-                f"no store can be hosted at {host_name!r}: the name cannot be looked up here "
-                f"({error.strerror}); use an address of this host, or add the name to /etc/hosts"
-            ) from error
         except OSError as error:
-            if error.errno in NO_DESCRIPTORS:
-                raise StoreError(f"no store can be hosted at {host_name!r}: {error}") from error
             raise StoreError(
-                f"port {port} cannot be used for the coordination store: {error}; choose another MASTER_PORT "
-                "(the store takes MASTER_PORT + 1) or pass store_kwargs={'port': ...}"
+                f"no store can be hosted at {host_port(host_name, port)}: {error}; see whether the name "
+                "leads to this host; or choose another MASTER_PORT (the store takes MASTER_PORT + 1) or pass "
+                "store_kwargs={'port': ...}"
             ) from error
         self.port: int = self._store.port
         if listening_address(host_name, self.port)[1][0] == "":
