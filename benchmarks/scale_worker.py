@@ -19,7 +19,7 @@ from typing import Any
 from scale_wire import Connection, Event, Loop, Threading, WireStore
 
 from ft_wrapper.monitor.heart import Heart
-from ft_wrapper.monitor.rank_monitor import RankMonitor
+from ft_wrapper.monitor.watch import RankMonitor
 from ft_wrapper.protocol import Agreement, joining, keys, neighbours, records
 from ft_wrapper.protocol.ends import Ends
 from ft_wrapper.protocol.entering import Entered

@@ -28,10 +28,9 @@ from ..store.plan import StorePlan
 from .heart import Heart
 from .line import MonitorLine
 from .messages import Reply, send
-from .rank_monitor import await_exit
 from .service import heart_name
 from .shared_memory import RankMemory
-from .watch import RESTART, RankWatch
+from .watch import RESTART, RankWatch, await_exit
 
 log = logging.getLogger(__name__)
 

@@ -28,9 +28,8 @@ from ..store.plan import StorePlan, announced_plan
 from ..store.secret import ASKS, hand_out, peer
 from .heart import Heart
 from .messages import VERSION, HelloReply, receive, send
-from .rank_monitor import Idle
 from .shared_memory import RankMemory
-from .watch import OnRestart, RankWatch, Stage
+from .watch import Idle, OnRestart, RankWatch, Stage
 
 log = logging.getLogger(__name__)
 

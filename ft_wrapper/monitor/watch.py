@@ -1,9 +1,11 @@
 """The watch over one rank: reads its messages, waits for its death, keeps its timeouts, serves its stores.
 
 One thread runs it, in a monitor process (`beside`) or, for each of the agent's ranks, inside the agent
-(`service`). So nothing here depends on the process.
+(`service`). So nothing here depends on the process. `RankWatch` waits, and makes a `RankMonitor` once the
+rank has joined.
 """
 
+import collections
 import contextlib
 import dataclasses
 import enum
@@ -12,27 +14,40 @@ import logging
 import math
 import os
 import selectors
+import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from multiprocessing import connection
+from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
+from .. import events
+from ..attribution import Interruption
 from ..exception import StoreError
+from ..protocol import Agreement
+from ..protocol import keys as names
+from ..protocol.deaths import await_others, report_deaths
+from ..protocol.neighbours import NeighbourWatch
+from ..protocol.records import Fault, Member, MemberRecord, View
 from ..settings import AllLimits
 from ..store import StoreMixin, serve
 from ..store.bounded import in_background, take_or_make
 from . import messages
+from .frames import describe_main_thread, is_stopped
 from .heart import Heart
 from .messages import Message, Reply
-from .rank_monitor import Idle, RankMonitor
 from .shared_memory import Phase, RankMemory
 
 log = logging.getLogger(__name__)
 
 RESTART = 0.1  # seconds that a restart mostly takes; what can wait is done after it
+_STEP_EVERY = 1.0  # seconds between two events with a rank's current step
+_LATE = 1.0  # seconds; on a busy machine a look is sometimes that late, without a pause
+_REMEMBERED = 64  # gaps; older ones lie before any stamp that matters
 
 #: Gets the kind of fault that has caused a restart, and the restart's seconds by phase.
 OnRestart = Callable[[str, Mapping[str, float]], None]
@@ -50,6 +65,19 @@ class Stage(enum.Enum):
     IN_CALL = enum.auto()
     BETWEEN = enum.auto()
     LEFT = enum.auto()
+
+
+@dataclasses.dataclass
+class Idle:
+    """What monitors leave to those of the next call, since a new connection of torch's may take seconds.
+
+    Args:
+        clients: clients of the job's store.
+        stores: stores for iterations, which no rank has used.
+    """
+
+    clients: list[StoreMixin] = dataclasses.field(default_factory=list)
+    stores: list[TCPStore] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(eq=False)
@@ -253,6 +281,316 @@ class RankWatch:
         except OSError as error:
             reply = Reply(error=f"cannot open the iteration's store on {host}: {error}")
         self._answer(reply)
+
+
+class Pauses:
+    """Counts time without the gaps in which the watcher could not look when it wanted to.
+
+    The rank may not have run in a gap either. A paused container or a suspended virtual machine stops a rank
+    and its monitor together. After that the rank's stamps are as old as the pause, and yet the rank is
+    healthy. A gap counts from the last look before it, since the pause may have begun right after this look.
+
+    Args:
+        interval: the most seconds between two looks. A look that is later than due by more than that, and by
+            more than a second, ends a gap.
+        now: the watcher's clock, in monotonic seconds.
+    """
+
+    def __init__(self, interval: float, now: float) -> None:
+        self._late = max(interval, _LATE)
+        self._looked = now
+        self._due = math.inf
+        self._gaps: collections.deque[tuple[float, float]] = collections.deque(maxlen=_REMEMBERED)
+
+    def expect(self, due: float) -> None:
+        """Notes when the watcher wants to look next."""
+        self._due = due
+
+    def look(self, now: float) -> None:
+        """Notes that the watcher looks now."""
+        if now - self._due > self._late:
+            began = self._looked
+            if self._gaps and self._gaps[-1][1] == began:
+                began = self._gaps.pop()[0]
+            self._gaps.append((began, now))
+        self._looked = now
+
+    def since(self, moment: float, now: float) -> float:
+        """Seconds since a moment, without the gaps."""
+        gaps = sum(max(0.0, ended - max(began, moment)) for began, ended in self._gaps)
+        return now - moment - gaps
+
+
+@dataclasses.dataclass(eq=False)
+class RankMonitor:
+    """The monitor of one rank, outside of its process, where neither its death nor a held GIL stops it.
+
+    Args:
+        connect: makes a client of the store.
+        member: the rank's member of the job.
+        memory: the memory shared with the rank.
+        pid: the rank's process.
+        limits: the timeouts.
+        heart: the heart that beats for the rank, and perhaps for others.
+        job: name of the job in events; None for the environment's.
+        idle: idle clients, to take one from, and to return it to when the rank has left its call in order.
+    """
+
+    connect: Callable[[], StoreMixin]
+    member: Member
+    memory: RankMemory
+    pid: int
+    limits: AllLimits
+    heart: Heart
+    job: str | None = None
+    idle: Idle = dataclasses.field(default_factory=Idle)
+    view: View | None = dataclasses.field(default=None, init=False)  # the iteration that the rank is in
+    is_between: bool = dataclasses.field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self._client: StoreMixin | None = take_or_make(self.idle.clients, self.connect)
+        self._pauses = Pauses(self.limits.monitor_process_interval, time.monotonic())
+        self._reported = names.BEFORE_FIRST - 1  # iteration whose soft timeout has been published
+        self._is_dying = False  # or has died
+        self._is_death_published = False
+        self._left_out_at = math.inf  # when the heart saw that the others went on without this rank
+        self._publishers: list[threading.Thread] = []  # of soft timeouts
+        self._step_emitted_at, self._step_emitted = -math.inf, dict[str, Any]()
+        self.heart.add(self)
+
+    @property
+    def _agreement(self) -> Agreement:
+        self._client = self._client or take_or_make(self.idle.clients, self.connect)
+        return Agreement(self._client)
+
+    @property
+    def rank(self) -> int | None:
+        """The number of the rank in its iteration; None before the rank assignment."""
+        return self.memory.rank
+
+    def leave_call(self) -> None:
+        """Notes that the rank has left its call in order, and may take its time until the next one.
+
+        From now on only its heartbeat and its end matter. Its last iteration has ended well, so its death
+        ends no iteration. The store may end with the job while this rank still works.
+        """
+        self.is_between = True
+        if self._client is not None and not any(publisher.is_alive() for publisher in self._publishers):
+            self.idle.clients.append(self._client)
+            self._client = None
+
+    def stop(self) -> None:
+        """Stops the heartbeat."""
+        self.heart.remove(self)
+
+    def close(self) -> None:
+        """Stops the heartbeat, and closes the store's client."""
+        self.stop()
+        for publisher in self._publishers:
+            publisher.join()
+        if self._client is not None:
+            self._client.close()
+
+    def rank_died(self) -> None:
+        """Reports that the rank's process has died, unless that was done when the monitor ended it.
+
+        Raises:
+            StoreError: the store cannot be reached. The call may be repeated.
+        """
+        self.stop()
+        # If the store is gone now, it has ended with the job, and so have the other ranks.
+        self._agreement.store.patience = self.limits.termination_grace_time
+        if self.is_between:
+            # Mostly the normal end of a process, so no fault. Members in a next call must not wait for it.
+            self._report_death(None, False, self.limits.termination_grace_time)
+        elif not self._is_death_published:
+            if self.memory.leave_requested:  # the agent ended it, since it had no step to leave at
+                self._publish_death(Interruption.DRAINED, "was drained")
+            else:
+                self._publish_death(Interruption.TERMINATED, "died")
+        self._agreement.ends.say_goodbye(self.member)  # in place of the dead member
+
+    def await_next(self) -> None:
+        """Waits until the other ranks, if any, have left the iteration in which this rank died."""
+        if self.view is not None:
+            await_others(self._agreement, self.view, self.limits.barrier_timeout)
+
+    def pause(self) -> float:
+        """Seconds until `keep_time` has to look again."""
+        now = time.monotonic()
+        pause = max(0.0, min(self.limits.monitor_process_interval, *self._left(now)))
+        self._pauses.expect(now + pause)
+        return pause
+
+    def keep_time(self, pidfd: int) -> None:
+        """Publishes a soft timeout. Ends the process at a hard one, or if it has to leave and does not.
+
+        Args:
+            pidfd: a pidfd of the rank's process.
+        """
+        self.memory.monitor_stamp = now = time.monotonic()
+        self._pauses.look(now)
+        if self._is_dying:
+            return
+        self._emit_step(now)
+        to_leave, stays, hard, soft = self._left(now)
+        if to_leave <= 0.0:
+            self._end_rank(pidfd, "did not leave, though the others had gone on without it")
+        elif stays <= 0.0:
+            timeout = self.limits.barrier_timeout
+            words = f"did not leave the function for barrier_timeout={timeout:g} s, though it was interrupted"
+            self._end_rank(pidfd, f"{words} again and again (does it catch RankShouldRestart?)")
+        elif hard <= 0.0:
+            timeout = self.limits.hard_timeout
+            no_gil = self._pauses.since(self.memory.gil_stamp, now)
+            what = "held the GIL" if no_gil >= timeout / 2 else "made no progress"
+            if is_stopped(self.pid):
+                what = "was stopped by a signal"
+            self._end_rank(pidfd, f"{what} for hard_timeout={timeout:g} s")
+        elif soft <= 0.0:
+            self._reported = n = self.memory.iteration
+            # In another thread: an unreachable store must not delay the hard timeout.
+            what = f"telling the other ranks that {self._name()} made no progress"
+            publisher = in_background(what, lambda: self._publish_soft_timeout(n))
+            self._publishers = [*(one for one in self._publishers if one.is_alive()), publisher]
+
+    def _left(self, now: float) -> tuple[float, float, float, float]:
+        """Seconds until four deadlines; infinite for those that do not apply now.
+
+        Returns:
+            To leave the job; to leave the function; ``hard_timeout``; ``soft_timeout``.
+        """
+        limits, memory, since = self.limits, self.memory, self._pauses.since
+        to_leave = limits.termination_grace_time - since(self._left_out_at, now)
+        stays = hard = soft = math.inf
+        if memory.hang_protection_disabled == 0:
+            hard = limits.hard_timeout - since(memory.gil_stamp, now)
+            if memory.phase == Phase.WATCHED:
+                still = since(memory.progress_stamp(limits.progress_watchdog_interval), now)
+                hard = min(hard, limits.hard_timeout - still)
+                # For a rank that moves, but catches each interruption. Read once: it may be leaving just now.
+                if interrupted_at := memory.leave_stamp:
+                    stays = limits.barrier_timeout - since(interrupted_at, now)
+                # Once per iteration. A spare's soft timeout ends nothing.
+                if memory.active and self._reported < memory.iteration:
+                    soft = limits.soft_timeout - still
+        return to_leave, stays, hard, soft
+
+    def await_goodbyes(self) -> None:
+        """Waits until all members have said goodbye: they no longer need the store.
+
+        It waits for members of the last iteration as long as they live. Members that died or were left out
+        may still say goodbye, and get ``termination_grace_time``.
+        """
+        ends, limits = self._agreement.ends, self.limits
+        watch = NeighbourWatch(self._agreement, str(self.member), limits.heartbeat_timeout)
+        alone_since = math.inf
+        while True:
+            view = self._agreement.iterations.read_current()
+            joined = self._agreement.iterations.joins_of(names.BEFORE_FIRST)
+            n, members, silent = names.BEFORE_FIRST, joined, frozenset[Member]()
+            if view is not None:
+                n, members, silent = view.n, set(view.members), watch.look(view, [self.member])
+            missing = (members | joined) - ends.goodbyes() - {self.member}
+            if not missing:
+                return
+            here = (missing & members) - ends.deaths_of(n) - silent
+            now = time.monotonic()
+            alone_since = math.inf if here else min(now, alone_since)
+            if now - alone_since >= limits.termination_grace_time:
+                return
+            # Each in turn, so that all of the above is read again only if some member's goodbye is late.
+            for member in sorted(here or missing):
+                if not ends.await_goodbye(member, limits.heartbeat_interval):
+                    break
+
+    def note_left_out(self, left_out: bool) -> None:
+        """Notes, called by its heart, whether the other ranks have gone on without this one."""
+        self._left_out_at = min(self._left_out_at, time.monotonic()) if left_out else math.inf
+
+    def _emit_fault(self, view: View, fault: Fault) -> None:
+        memory, kind = self.memory, fault.interruption
+        more: dict[str, Any] = {"kind": kind.name, "ends": memory.active, "message": fault.message}
+        if kind in (Interruption.SOFT_TIMEOUT, Interruption.HARD_TIMEOUT):
+            more["since"] = memory.progress_stamp(self.limits.progress_watchdog_interval)
+        step = memory.last_step() if memory.iteration == view.n else {}
+        self._emit("fault", view, rank=fault.rank, **more, **step)
+
+    def _emit(self, event: str, view: View, **fields: Any) -> None:
+        member = {"slot": self.member.slot, "incarnation": self.member.incarnation}
+        job = {} if self.job is None else {"job": self.job}
+        where = {"iteration": view.n, "call": view.call, "nonce": view.nonce}
+        events.emit(event, **job, **where, **member, **fields)
+
+    def _emit_step(self, now: float) -> None:
+        """Emits the current step, once a second. Here, so that the rank's process need not."""
+        view, memory = self.view, self.memory
+        if now - self._step_emitted_at < _STEP_EVERY or view is None or not events.are_enabled():
+            return
+        n, step = memory.iteration, memory.last_step()
+        if not step or step == self._step_emitted or memory.iteration != n or view.n != n:
+            return
+        self._step_emitted_at, self._step_emitted = now, step
+        self._emit("step", view, **step)
+
+    def _publish_soft_timeout(self, n: int) -> None:
+        view = self.view
+        if view is None or view.n != n:
+            return
+        message = f"made no progress for soft_timeout={self.limits.soft_timeout:g} s"
+        fault = self._fault(Interruption.SOFT_TIMEOUT, message)
+        self._emit_fault(view, fault)
+        self._agreement.ends.report_fault(view.n, fault)
+
+    def _publish_death(self, interruption: Interruption, message: str) -> None:
+        fault = self._fault(interruption, message)
+        if self.view is not None and not self._is_dying:
+            self._emit_fault(self.view, fault)
+        self._is_dying = True
+        self._report_death(fault, self.memory.active, self.limits.barrier_timeout)
+        self._is_death_published = True
+
+    def _report_death(self, fault: Fault | None, active: bool, timeout: float) -> None:
+        returns = self.limits.replaced and not self.memory.leave_requested
+        report_deaths(
+            self._agreement, self.view, {self.member: fault}, active=active, timeout=timeout, returns=returns
+        )
+
+    def _end_rank(self, pidfd: int, message: str) -> None:
+        """Publishes the death, then ends the process: the others need not wait until its memory is freed."""
+        place = describe_main_thread(self.memory, self.pid, pidfd)
+        if place is not None:
+            message += f" and stood {place}"
+        log.warning("%s %s: its process is ended", self._name(), message)
+        what = f"telling the other ranks that {self._name()} is ended"
+        publisher = in_background(what, lambda: self._publish_death(Interruption.HARD_TIMEOUT, message))
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, number)
+            if await_exit(pidfd, self.limits.termination_grace_time):
+                break
+        publisher.join()
+
+    def _name(self) -> str:
+        rank = "" if self.rank is None else f"rank {self.rank}, "
+        return f"{self.member.name} ({rank}pid {self.pid} on {socket.gethostname()})"
+
+    def _fault(self, interruption: Interruption, message: str) -> Fault:
+        record = MemberRecord(socket.gethostname(), self.pid)
+        return record.fault(self.member, self.rank, interruption, message, time.time())
+
+
+def await_exit(pidfd: int, seconds: float) -> bool:
+    """Waits for the end of a process.
+
+    Args:
+        pidfd: a pidfd of the process.
+        seconds: the longest wait.
+
+    Returns:
+        Whether the process has ended.
+    """
+    return bool(connection.wait([pidfd], seconds))
 
 
 class IterationStores:

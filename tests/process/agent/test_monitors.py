@@ -25,8 +25,8 @@ from agent_job import FtRun, await_that, write_script
 from monitored_rank import SETTINGS, TIMEOUT, Rank
 
 from ft_wrapper.exception import StoreError
-from ft_wrapper.monitor import rank_monitor, watch
 from ft_wrapper.monitor import service as module
+from ft_wrapper.monitor import watch
 from ft_wrapper.monitor.line import ask_agent
 from ft_wrapper.monitor.messages import VERSION, HelloReply, receive, send
 from ft_wrapper.monitor.service import MonitorService
@@ -291,7 +291,7 @@ def test_a_death_is_told_again_as_long_as_the_hearts_beat_would_hide_it(
             raise StoreError("out of reach")
         report_deaths(agreement, view, dead, **more)
 
-    monkeypatch.setattr(rank_monitor, "report_deaths", report)
+    monkeypatch.setattr(watch, "report_deaths", report)
     idle = threads()
     dies, lives = start(), start()
     member, _ = join_with_heart(dies, store, 0)

@@ -16,7 +16,7 @@ from counted import CountedStore
 from ft_wrapper.attribution import Interruption
 from ft_wrapper.exception import StoreError, StoreUnavailable
 from ft_wrapper.monitor.heart import Heart
-from ft_wrapper.monitor.rank_monitor import RankMonitor
+from ft_wrapper.monitor.watch import RankMonitor
 from ft_wrapper.protocol import Agreement
 from ft_wrapper.protocol.keys import BEFORE_FIRST
 from ft_wrapper.protocol.operations import Heartbeat, Step

@@ -11,7 +11,7 @@ from rank_harness import SETTINGS, Job, Rank, await_end
 
 from ft_wrapper import CallWrapper, FrozenState, Wrapper
 from ft_wrapper.abort import Abort
-from ft_wrapper.monitor.rank_monitor import RankMonitor
+from ft_wrapper.monitor.watch import RankMonitor
 
 
 def kinds_of(call_wrapper: CallWrapper) -> list[Any]:

@@ -9,9 +9,9 @@ from unittest import mock
 
 import pytest
 
-from ft_wrapper.monitor import rank_monitor
-from ft_wrapper.monitor.rank_monitor import Pauses, RankMonitor
+from ft_wrapper.monitor import watch
 from ft_wrapper.monitor.shared_memory import Phase
+from ft_wrapper.monitor.watch import Pauses, RankMonitor
 from ft_wrapper.protocol.records import Member
 from ft_wrapper.settings import AllLimits
 from ft_wrapper.testing import FakeStore
@@ -55,7 +55,7 @@ class Watched:
         self.now = 1000.0
         self.sent: list[int] = []
         clock = mock.Mock(monotonic=lambda: self.now, time=lambda: 0.0)
-        monkeypatch.setattr(rank_monitor, "time", clock)
+        monkeypatch.setattr(watch, "time", clock)
         self.memory: Any = mock.Mock(
             last_step=dict,
             phase=Phase.WATCHED,

@@ -10,8 +10,8 @@ from typing import Any
 from unittest import mock
 
 from ft_wrapper.agent.group import RankMetrics
-from ft_wrapper.monitor.rank_monitor import RankMonitor
 from ft_wrapper.monitor.shared_memory import _NO_STEP, Phase, RankMemory
+from ft_wrapper.monitor.watch import RankMonitor
 from ft_wrapper.protocol.records import Member
 from ft_wrapper.settings import AllLimits
 from ft_wrapper.testing import FakeStore
