@@ -7,13 +7,13 @@ ends. So a rank with CUDA gets a new Python, which takes as long as importing to
 
 import contextlib
 import dataclasses
-import fcntl
 import gc
 import logging
 import os
 import pickle
 import signal
 import socket
+import subprocess
 import sys
 import time
 import warnings
@@ -33,9 +33,6 @@ from .shared_memory import RankMemory
 from .watch import RESTART, RankWatch, await_exit
 
 log = logging.getLogger(__name__)
-
-# Descriptors in the new Python; ours are moved to _ABOVE and higher, so that they do not collide.
-_TASK, _LINE, _MEMORY, _ABOVE = 0, 3, 4, 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,30 +127,27 @@ def _spawn(task: _Task, line: socket.socket, memory: RankMemory) -> int:
             "of a module, call the wrapped function before anything that touches CUDA, or start the script "
             "with ftrun, which runs the monitor itself"
         ) from error
-    code = f"from {__name__} import main; main()"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    with contextlib.ExitStack() as stack:
-        own = []
-        reader, writer = os.pipe()
-        stack.callback(os.close, reader)
-        with os.fdopen(writer, "wb") as file:
-            file.write(said)
-        for number in (reader, line.fileno(), memory.fd):
-            own.append(fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, _ABOVE))
-            stack.callback(os.close, own[-1])
-        places = zip(own, (_TASK, _LINE, _MEMORY), strict=True)
-        actions = [(os.POSIX_SPAWN_DUP2, number, place) for number, place in places]
-        return os.posix_spawn(
-            sys.executable, [sys.executable, "-c", code], environment, file_actions=actions, setsid=True
-        )
+    fds = (line.fileno(), memory.fd)
+    monitor = subprocess.Popen(
+        [sys.executable, "-c", f"from {__name__} import main; main()", *map(str, fds)],
+        stdin=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        pass_fds=fds,
+        start_new_session=True,
+    )
+    assert monitor.stdin is not None
+    with contextlib.suppress(BrokenPipeError), monitor.stdin:  # if it has ended, the line shows that
+        monitor.stdin.write(said)
+    monitor.returncode = 0  # the line reaps it
+    return monitor.pid
 
 
 def main() -> None:
     """Runs the monitor, in the new Python that `start_monitor` has started."""
-    with os.fdopen(_TASK, "rb", closefd=False) as file:
-        task: _Task = pickle.load(file)
+    task: _Task = pickle.load(sys.stdin.buffer)
+    line, memory = map(int, sys.argv[1:])
     gc.disable()  # as in a fork: all objects live as long as this process
-    os._exit(_run(task, socket.socket(fileno=_LINE), RankMemory.from_fd(_MEMORY)))
+    os._exit(_run(task, socket.socket(fileno=line), RankMemory.from_fd(memory)))
 
 
 def _run(task: _Task, line: socket.socket, memory: RankMemory) -> int:

@@ -74,7 +74,7 @@ class RankMemory(ctypes.Structure):
         is_life_held: whether the rank is in its call; after its process has ended, whether it ended in one.
 
     Raises:
-        RuntimeError: the platform lacks ``memfd_create`` or robust mutexes.
+        RuntimeError: the platform lacks ``memfd_create``.
         OSError: no memory or no file descriptor is free.
     """
 
@@ -108,7 +108,8 @@ class RankMemory(ctypes.Structure):
     _owner: tuple[int, int] | None = None  # process and thread that hold the life mutex by this object
 
     def __new__(cls) -> "RankMemory":  # not in memory of ctypes' own
-        _require_libc()
+        if not hasattr(os, "memfd_create"):
+            raise RuntimeError(f"{sys.platform} lacks memfd_create: ft_wrapper runs on Linux with glibc")
         fd = os.memfd_create("ft_wrapper_rank", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, _SIZE)
@@ -376,22 +377,6 @@ def _libc() -> Any:
     library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
     library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     return library
-
-
-def _require_libc() -> None:
-    """Checks that the platform has what watching a rank needs.
-
-    Raises:
-        RuntimeError: the platform lacks a call; the message names it.
-    """
-    wanted = ["pthread_mutexattr_setrobust", "pthread_mutex_consistent", "sem_trywait"]
-    missing = [name for name in wanted if not hasattr(_libc(), name)]
-    missing += [] if hasattr(os, "memfd_create") else ["memfd_create"]
-    if missing:
-        raise RuntimeError(
-            f"this platform ({sys.platform}) lacks {', '.join(missing)}, which watching a rank needs; "
-            "ft_wrapper runs on Linux with glibc"
-        )
 
 
 def _pthread(name: str, *arguments: object) -> None:

@@ -56,7 +56,7 @@ LINES = {
     "rank_assignment": Budget(500),
     "protocol": Budget(2170, 2264, CORE),
     "store": Budget(1670, 1852, CORE),
-    "monitor": Budget(2210, 2419, CORE),
+    "monitor": Budget(2210, 2407, CORE),
     "torch_groups": Budget(1185, 1249, CORE),
     "rendezvous": Budget(1700),
     "agent": Budget(3160, 3829, SHELL),
