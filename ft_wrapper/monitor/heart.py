@@ -137,7 +137,6 @@ class Heart:
         self._stop = threading.Event()
         self._is_wanted = threading.Event()
         self._is_away = False
-        self._is_patient: bool | None = None
         self._thread = threading.Thread(target=self._run, name="ft_wrapper-heartbeat", daemon=True)
         self._thread.start()
 
@@ -178,7 +177,12 @@ class Heart:
                     store = self.connect()
                 if beat is None:
                     beat = HeartBeat(Agreement(store), self.name, self.settings)
-                self._set_patience(store, is_patient=not _are_between(ranks))
+                # The longer a client's patience, the longer each of its attempts to connect. After an outage,
+                # hearts that are back early must see this one in time, even if its last attempt began just
+                # before the store was back.
+                late = self.settings.heartbeat_timeout / 2
+                soon = min(late, self.settings.termination_grace_time)
+                store.patience = soon if _are_between(ranks) else late
                 beat.tick(ranks)
                 if self._is_away:
                     log.warning("%s: heartbeats reach the store again", whose)
@@ -204,15 +208,6 @@ class Heart:
             self._stop.wait(max(0.0, due - time.monotonic()))
         if store is not None:
             store.close()
-
-    def _set_patience(self, store: Operations, *, is_patient: bool) -> None:
-        if is_patient != self._is_patient:
-            # The longer a client's patience, the longer each of its attempts to connect. After an outage,
-            # hearts that are back early must see this one in time, even if its last attempt began just before
-            # the store was back.
-            late = self.settings.heartbeat_timeout / 2
-            store.patience = late if is_patient else min(late, self.settings.termination_grace_time)
-        self._is_patient = is_patient
 
     def _awaited_ranks(self) -> Iterator[tuple[Rank, ...]]:
         """Yields the ranks to beat for, again and again until the end. Waits while there are none."""

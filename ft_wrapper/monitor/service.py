@@ -214,7 +214,8 @@ class MonitorService:
             except OSError as error:
                 if not self._closing:
                     log.warning("cannot accept a rank, trying again in %g s: %s", _PAUSE, error)
-                self._pause()
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closing, _PAUSE)
                 continue
             attended = _Attended(line)
             thread = threading.Thread(
@@ -223,10 +224,6 @@ class MonitorService:
             with self._changed:
                 self._attended[thread] = attended
             thread.start()
-
-    def _pause(self) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._closing, _PAUSE)
 
     # ---- in the thread of a connection
 

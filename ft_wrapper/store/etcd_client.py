@@ -27,8 +27,6 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
-import tenacity
-
 from ..exception import StoreError, StoreUnavailable
 from . import etcd_messages as messages
 from .address import Endpoint, parse_endpoints
@@ -188,26 +186,20 @@ class EtcdClient:
         seconds = self.timeout if timeout is None else timeout
         deadline = time.monotonic() + seconds
         data = json.dumps(body, separators=(",", ":")).encode()
-
-        retrying = tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type(NoAnswer),
-            stop=tenacity.stop_after_delay(seconds),
-            wait=lambda state: self.pause_after(state.attempt_number),
-            before_sleep=tenacity.before_sleep_log(log, logging.DEBUG),
-        )
-        reply = dict[str, Any]()
-        try:
-            for attempt in retrying:
-                with attempt:
-                    patience = max(_SHORTEST_TRY, deadline - time.monotonic())
-                    patience = min(patience, self.try_lasts(attempt.retry_state.attempt_number))
-                    reply = self._send(what, path, data, patience)
-            return reply
-        except tenacity.RetryError as failure:
-            raise StoreUnavailable(
-                f"{self!r}: {what} got no answer for {seconds:g} s: {failure.last_attempt.exception()}; see "
-                "whether its members run, can be reached, and have a majority"
-            ) from None
+        tries = 0
+        while True:
+            tries += 1
+            patience = min(max(_SHORTEST_TRY, deadline - time.monotonic()), self.try_lasts(tries))
+            try:
+                return self._send(what, path, data, patience)
+            except NoAnswer as error:
+                if time.monotonic() >= deadline:
+                    raise StoreUnavailable(
+                        f"{self!r}: {what} got no answer for {seconds:g} s: {error}; see whether its members "
+                        "run, can be reached, and have a majority"
+                    ) from None
+                log.debug("%r: %s: %s", self, what, error)
+            time.sleep(self.pause_after(tries))
 
     # Members -------------------------------------------------------------------------------------------
 
