@@ -1,7 +1,6 @@
 """What the protocol asks of a store: steps, which a store maps to torch's operations or to its own."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import timedelta
 from typing import NamedTuple, Self
 
 from ..exception import StoreError
@@ -177,20 +176,8 @@ class Operations:
         """Adds to a counter and returns its new value."""
         raise NotImplementedError
 
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Waits until all keys exist; raises ``DistStoreError`` after the timeout."""
-        raise NotImplementedError
-
     def check(self, keys: list[str]) -> bool:
         """Whether all keys exist."""
-        raise NotImplementedError
-
-    def set(self, key: str, value: str | bytes) -> None:
-        """Writes a key and wakes its waiters."""
-        raise NotImplementedError
-
-    def delete_key(self, key: str) -> bool:
-        """Deletes a key; returns whether it existed."""
         raise NotImplementedError
 
     def list_keys(self) -> list[str]:

@@ -14,7 +14,7 @@ from torch.distributed.elastic import rendezvous as elastic
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from ..exception import StoreError, StoreUnavailable
-from ..protocol.operations import Notify, Operations, Write, read
+from ..protocol.operations import Notify, Write, read
 from ..store import StoreMixin, TCPStore, TCPStoreServer, serve
 from ..store import address as addresses
 from ..store.address import EtcdAddress, host_port, split_host_port
@@ -261,7 +261,7 @@ def make_backend(parameters: elastic.RendezvousParameters) -> Backend:
 # and the other nodes read its address from the rendezvous store.
 
 
-def announce_endpoint(store: Operations, round_number: int, address: str) -> None:
+def announce_endpoint(store: StoreMixin, round_number: int, address: str) -> None:
     """Publishes the address of the store that a round's workers use."""
     key = endpoint_key(round_number)
     store.execute([Write({key: address}), Notify(wake_endpoint(round_number), "")])
@@ -301,7 +301,7 @@ class WorkerStores:
         self._settings = settings
         self._hosted: TorchTCPStore | None = None
 
-    def open(self, store: Operations, number: int, address: str) -> elastic.RendezvousStoreInfo:
+    def open(self, store: StoreMixin, number: int, address: str) -> elastic.RendezvousStoreInfo:
         """Opens the store of a round on this node, and publishes its address.
 
         Args:
@@ -315,7 +315,7 @@ class WorkerStores:
             self._forget(store, number - 2)
         return elastic.RendezvousStoreInfo(address, hosted.port)
 
-    def find(self, store: Operations, record: RendezvousRecord) -> elastic.RendezvousStoreInfo | None:
+    def find(self, store: StoreMixin, record: RendezvousRecord) -> elastic.RendezvousStoreInfo | None:
         """Waits for the address of the store that another node opens; None if the round is lost before.
 
         Args:
@@ -359,7 +359,7 @@ class WorkerStores:
         no_host = any(seat.group_rank == 0 and seat.occupant is None for seat in record.seats)
         return record.round != number or record.closed or no_host
 
-    def _forget(self, store: Operations, number: int) -> None:
+    def _forget(self, store: StoreMixin, number: int) -> None:
         """Deletes the keys of an old round's agents and workers."""
         store.delete_key(endpoint_key(number))
         store.delete_key(store.wake_name(wake_endpoint(number)))

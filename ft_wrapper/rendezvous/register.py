@@ -16,7 +16,8 @@ from torch.distributed import DistError
 from torch.distributed.elastic import rendezvous as elastic
 
 from ..exception import StoreError
-from ..protocol.operations import Append, CompareAndSet, Notify, Operations, Write, read, read_log
+from ..protocol.operations import Append, CompareAndSet, Notify, Write, read, read_log
+from ..store import StoreMixin
 from .record import Admission, RendezvousRecord, Seat
 
 log = logging.getLogger(__name__)
@@ -93,7 +94,7 @@ class RecordRegister:
         board: gets each record that is read or written; a new board when None.
     """
 
-    def __init__(self, store: Operations, initial: RendezvousRecord, board: "Board | None" = None) -> None:
+    def __init__(self, store: StoreMixin, initial: RendezvousRecord, board: "Board | None" = None) -> None:
         self.store = store
         self.board = Board() if board is None else board
         self._initial = initial

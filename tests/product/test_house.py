@@ -54,7 +54,7 @@ LINES = {
     "cli": Budget(700, 783, SHELL),
     "restart": Budget(1200, 1376, CORE),
     "rank_assignment": Budget(500),
-    "protocol": Budget(2170, 2264, CORE),
+    "protocol": Budget(2170, 2256, CORE),
     "store": Budget(1670, 1846, CORE),
     "monitor": Budget(2210, 2401, CORE),
     "torch_groups": Budget(1185, 1249, CORE),
