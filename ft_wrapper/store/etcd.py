@@ -1,14 +1,11 @@
 """Keys in etcd: the job survives the loss of any machine."""
 
-import contextlib
 import logging
 import math
 import os
-import queue
 import secrets
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TypeVar
@@ -110,7 +107,7 @@ class EtcdStore(Store, StoreMixin):
         self.place = f"{prefix.strip('/')}/{namespace}"
         self.seal, self.is_private = seal_of(self.place), bool(user or cert)
         self._origin: EtcdStore | None = None
-        self._stop_keeping = self._etcd.keep_alive(self)
+        self._stop_keeping = self._etcd.keep_alive()
 
     def __repr__(self) -> str:
         return f"EtcdStore({self._etcd!r})"
@@ -380,7 +377,6 @@ class EtcdJob:
         self._life = Range(self.prefix + _LIFE)
         self.lease, self.nonce = self._find_or_begin(ttl, timeout)
         self._beats: dict[tuple[Range, int], int] = {}  # leases of heartbeats, by their entries and ttl
-        client.prefer_leader()
         self._begin_waiting()
 
     def __repr__(self) -> str:
@@ -501,31 +497,25 @@ class EtcdJob:
             raise StoreError(f"{self!r}: {life.key.decode()!r} has no lease: another program has this prefix")
         return life.lease, life.value
 
-    def keep_alive(self, owner: object) -> Callable[[], None]:
-        """Keeps the lease alive, in a thread of this process, until an object is collected.
-
-        Args:
-            owner: the object.
+    def keep_alive(self) -> Callable[[], None]:
+        """Keeps the lease alive, in a thread of this process.
 
         Returns:
-            A function that ends this earlier, with all threads and connections.
+            A function that ends this before the process ends, with all threads and connections.
         """
-        stop: queue.SimpleQueue[None] = queue.SimpleQueue()
+        stop = threading.Event()
         thread = in_background("keeping the job's lease alive", lambda: self._keep(stop))
-        ending = weakref.finalize(owner, stop.put, None)
-        ending.atexit = False
 
         def end() -> None:
-            ending()
+            stop.set()
             thread.join(_CLOSED_WITHIN)
 
         return end
 
-    def _keep(self, stop: queue.SimpleQueue[None]) -> None:
+    def _keep(self, stop: threading.Event) -> None:
         ttl, pause = 1, 0.0
         while ttl:
-            with contextlib.suppress(queue.Empty):
-                stop.get(timeout=pause)
+            if stop.wait(pause):
                 break
             try:
                 ttl = self.client.keep_alive(self.lease, _KEPT_WITHIN)

@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
-from ..exception import StoreError, StoreUnavailable
+from ..exception import StoreUnavailable
 from . import etcd_messages as messages
 from .address import Endpoint, parse_endpoints
 from .bounded import in_background
@@ -214,22 +214,6 @@ class EtcdClient:
             self._current = (self._current + 1) % len(self._endpoints)
             for listener in list(self.leaving):
                 listener(endpoint)
-
-    def prefer_leader(self) -> None:
-        """Makes the leader the current member, if it can be found: other members only forward requests."""
-        if len(self._endpoints) == 1:
-            return
-        before = self._current
-        for number, endpoint in enumerate(self._endpoints):
-            self._current = number
-            try:
-                status = self._send("status", "maintenance/status", b"{}", _FIRST_TRY)
-            except (NoAnswer, StoreError) as error:
-                log.debug("%r: whether %s leads is not known: %s", self, endpoint, error)
-                continue
-            if status.get("leader") == status.get("header", {}).get("member_id"):
-                return
-        self._current = before
 
     # One try, also for watches -------------------------------------------------------------------------
 

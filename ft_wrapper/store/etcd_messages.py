@@ -254,14 +254,11 @@ def meaning_of(what: str, endpoint: Endpoint, error: Exception) -> Exception:
     while cause is not None:
         # A server hangs up if only one side speaks TLS, if it does not accept a certificate (its alert may be
         # lost), and if it is killed.
-        if isinstance(cause, ssl.SSLEOFError | ssl.SSLZeroReturnError | ConnectionResetError):
-            wants = "speaks TLS and accepts this side's certificate" if endpoint.tls else "wants https"
+        if isinstance(cause, ssl.SSLError | ConnectionResetError):
+            wants = "speaks TLS, and whether the certificates are right" if endpoint.tls else "wants https"
             hint = f"; see whether it {wants}"
         if isinstance(cause, ssl.SSLError) and _is_final(cause):
-            return StoreError(
-                f"{endpoint}: {what}: no TLS connection: {cause.reason or cause}; see whether the "
-                "certificates on both sides are right, and whether it speaks TLS at all"
-            )
+            return StoreError(f"{endpoint}: {what}: no TLS connection: {cause.reason or cause}{hint}")
         following = cause.__cause__ or cause.__context__
         cause = following or next((a for a in cause.args if isinstance(a, BaseException)), None)
     # The HTTP library puts an object's repr in front of its message.

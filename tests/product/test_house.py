@@ -55,7 +55,7 @@ LINES = {
     "restart": Budget(1200, 1376, CORE),
     "rank_assignment": Budget(500),
     "protocol": Budget(2170, 2256, CORE),
-    "store": Budget(1670, 1846, CORE),
+    "store": Budget(1670, 1822, CORE),
     "monitor": Budget(2210, 2401, CORE),
     "torch_groups": Budget(1185, 1249, CORE),
     "rendezvous": Budget(1700),

@@ -23,7 +23,7 @@ from ft_wrapper.exception import StoreError
 from ft_wrapper.protocol.keys import WAKE
 from ft_wrapper.protocol.operations import Heartbeat, read_heartbeat
 from ft_wrapper.store import EtcdStore
-from ft_wrapper.store.address import Endpoint, parse_endpoints
+from ft_wrapper.store.address import Endpoint
 from ft_wrapper.store.etcd_client import EtcdClient, Watch
 from ft_wrapper.store.etcd_messages import EtcdCompacted, EtcdRefused, KeyValue, Range, read_answer
 from ft_wrapper.testing import EtcdServer
@@ -137,7 +137,6 @@ def test_watch_of_what_is_compacted(client: EtcdClient, name: Name) -> None:
 
 def test_members_that_fail(cluster: EtcdServer) -> None:
     client, other = cluster.get_client(), cluster.get_client(timeout=10.0)
-    members = parse_endpoints(cluster.endpoints)
     following = Following(Watch(client, Range(b"k"), 1), 60)
     with pytest.raises(RuntimeError, match="still runs"):
         cluster.restart(0)
@@ -157,15 +156,9 @@ def test_members_that_fail(cluster: EtcdServer) -> None:
     assert revisions == list(range(revisions[0], revisions[0] + 60))
 
     # Without the leader, and then without a majority.
-    first = cluster.leader()
-    cluster.kill(first)
-    write(other, b"k", b"1")
-    other.prefer_leader()
-    assert other.current == members[cluster.leader()]
     cluster.kill(cluster.leader())
-    before = other.current
-    other.prefer_leader()  # no one leads now
-    assert other.current == before
+    write(other, b"k", b"1")
+    cluster.kill(cluster.leader())
     with pytest.raises(StoreError, match=r"range got no answer for 1 s.*majority") as caught:
         Background(lambda: client.read(Range(b"k"), timeout=1.0)).join()
     assert all(endpoint in str(caught.value) for endpoint in cluster.endpoints.split(","))
@@ -381,7 +374,7 @@ def test_certificates(encrypted: EtcdServer) -> None:
 
 def test_wrong_certificates(encrypted: EtcdServer, ours: Certificates, theirs: Certificates) -> None:
     # What etcd says of the client's certificate may be lost with the connection that it closes.
-    refused = "no TLS connection|accepts this side's certificate"
+    refused = "no TLS connection|whether the certificates are right"
     for given, message in (
         ({"ca": theirs.ca, "cert": ours.cert, "key": ours.key}, "no TLS connection"),
         ({"ca": ours.ca, "cert": theirs.cert, "key": theirs.key}, refused),
