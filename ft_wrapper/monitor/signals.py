@@ -52,7 +52,6 @@ class KeptHandlers:
 
     def __init__(self) -> None:
         self._kept: list[Exception] = []
-        self._holds = False
         self._before: dict[int, Any] = {}
         self._are_told = False
 
@@ -62,7 +61,7 @@ class KeptHandlers:
             self._before = {signum: _getsignal(signum) for signum in _SIGNALS if signum != signal.SIGCHLD}
 
     def put_back(self) -> None:
-        """Restores the noted handlers where the function has left others."""
+        """Restores the noted handlers, wrapped, where the function has left others."""
         changed = []
         for signum, before in self._before.items():
             now = _getsignal(signum)
@@ -71,8 +70,7 @@ class KeptHandlers:
             if now != before and now is not None and before is not None:
                 _setsignal(signum, before)
                 changed.append(_NAMES.get(signum, str(signum)))
-        if changed and self._holds:
-            self._holds = False
+        if changed:
             self.hold()
         if changed and not self._are_told:
             self._are_told = True
@@ -80,19 +78,17 @@ class KeptHandlers:
 
     def hold(self) -> None:
         """Wraps all Python handlers. A second call is harmless, and completes a call that was cut short."""
-        if self._holds or threading.current_thread() is not threading.main_thread():
+        if threading.current_thread() is not threading.main_thread():
             return
         for signum in _SIGNALS:
             handler = _getsignal(signum)
             if callable(handler) and not isinstance(handler, _KeptHandler):
                 _setsignal(signum, _KeptHandler(handler, self._kept))
-        self._holds = True
 
     def release(self) -> None:
         """Unwraps the handlers, except those that other code has replaced meanwhile."""
         if threading.current_thread() is not threading.main_thread():
             return
-        self._holds = False
         for signum in _SIGNALS:
             handler = _getsignal(signum)
             if isinstance(handler, _KeptHandler):
