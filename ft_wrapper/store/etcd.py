@@ -1,11 +1,14 @@
 """Keys in etcd: the job survives the loss of any machine."""
 
+import contextlib
 import logging
 import math
 import os
+import queue
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TypeVar
@@ -107,7 +110,7 @@ class EtcdStore(Store, StoreMixin):
         self.place = f"{prefix.strip('/')}/{namespace}"
         self.seal, self.is_private = seal_of(self.place), bool(user or cert)
         self._origin: EtcdStore | None = None
-        self._stop_keeping = self._etcd.keep_alive()
+        weakref.finalize(self, self._etcd.ending.put, None).atexit = False
 
     def __repr__(self) -> str:
         return f"EtcdStore({self._etcd!r})"
@@ -129,7 +132,7 @@ class EtcdStore(Store, StoreMixin):
     def close(self) -> None:
         """Stops keeping the job's keys alive; on a clone this does nothing."""
         if self._origin is None:
-            self._stop_keeping()
+            self._etcd.close()
 
     def remove(self) -> bool:
         """Deletes all keys of the job, for all its processes; returns whether they still existed."""
@@ -365,6 +368,7 @@ class EtcdJob:
         keys: prefix of the keys of the job's stores.
         lease: the lease of all keys.
         nonce: unique to this job: an earlier job under the same prefix had another one.
+        ending: takes what makes the thread end that keeps the lease alive.
 
     Raises:
         StoreError: etcd cannot be reached, or refuses; the message says why.
@@ -378,9 +382,17 @@ class EtcdJob:
         self.lease, self.nonce = self._find_or_begin(ttl, timeout)
         self._beats: dict[tuple[Range, int], int] = {}  # leases of heartbeats, by their entries and ttl
         self._begin_waiting()
+        # No event: what is collected while its lock is held could not set it.
+        self.ending: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._keeper = in_background("keeping the job's lease alive", self._keep)
 
     def __repr__(self) -> str:
         return f"{self.client!r}, {self.prefix.decode()!r}"
+
+    def close(self) -> None:
+        """No longer keeps the lease alive; ends all threads and connections."""
+        self.ending.put(None)
+        self._keeper.join(_CLOSED_WITHIN)
 
     # Keys ----------------------------------------------------------------------------------------------
 
@@ -497,25 +509,12 @@ class EtcdJob:
             raise StoreError(f"{self!r}: {life.key.decode()!r} has no lease: another program has this prefix")
         return life.lease, life.value
 
-    def keep_alive(self) -> Callable[[], None]:
-        """Keeps the lease alive, in a thread of this process.
-
-        Returns:
-            A function that ends this before the process ends, with all threads and connections.
-        """
-        stop = threading.Event()
-        thread = in_background("keeping the job's lease alive", lambda: self._keep(stop))
-
-        def end() -> None:
-            stop.set()
-            thread.join(_CLOSED_WITHIN)
-
-        return end
-
-    def _keep(self, stop: threading.Event) -> None:
+    def _keep(self) -> None:
+        """Keeps the lease alive until the job is closed, or has gone."""
         ttl, pause = 1, 0.0
         while ttl:
-            if stop.wait(pause):
+            with contextlib.suppress(queue.Empty):
+                self.ending.get(timeout=pause)
                 break
             try:
                 ttl = self.client.keep_alive(self.lease, _KEPT_WITHIN)
