@@ -51,15 +51,15 @@ class Budget:
 
 LINES = {
     "top": Budget(990, 1297, CORE),
-    "cli": Budget(700, 783, SHELL),
+    "cli": Budget(700, 752, SHELL),
     "restart": Budget(1200, 1376, CORE),
     "rank_assignment": Budget(500),
     "protocol": Budget(2170, 2256, CORE),
     "store": Budget(1670, 1824, CORE),
     "monitor": Budget(2210, 2397, CORE),
-    "torch_groups": Budget(1185, 1249, CORE),
+    "torch_groups": Budget(1185, 1248, CORE),
     "rendezvous": Budget(1700),
-    "agent": Budget(3160, 3829, SHELL),
+    "agent": Budget(3160, 3721, SHELL),
     # It gave 260 of 550 to what seals take beside their own room: protocol 50, store 110, live 90,
     # rendezvous 10.
     "agent/torch_api": Budget(290),
