@@ -116,7 +116,7 @@ class DrawingScheduler(Scheduler):
         return self._dice.randrange(len(tasks)) if departs else tasks.index(current)
 
     def _next(self) -> Task | None:
-        while self._turns.required and self._dice.random() < self._happens:
+        while self._required and self._dice.random() < self._happens:
             self._check()
             offered = [event for event in self.events if event.allowed()]
             if not offered:
