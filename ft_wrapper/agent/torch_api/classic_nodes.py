@@ -64,7 +64,11 @@ class ClassicNodes(Nodes):
         self.inbox.begin_term()
         if self._handler is None:
             self._handler = self._make_handler()
-        info = self._handler.next_rendezvous()
+        try:
+            info = self._handler.next_rendezvous()
+        except elastic.RendezvousClosedError as error:  # torch's own say nothing
+            error.args = error.args or ("the job is over: its rendezvous is closed",)
+            raise
         self._worker_store, own = None, ""
         if info.rank == 0:
             bootstrap = info.bootstrap_store_info

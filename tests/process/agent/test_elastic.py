@@ -18,7 +18,12 @@ from torch.distributed.elastic import events
 from torch.distributed.elastic.agent.server import api
 from torch.distributed.elastic.events.api import Event
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousInfo,
+    RendezvousTimeoutError,
+)
 from torch.distributed.launcher import api as launcher
 
 from ft_wrapper.agent.elastic import (
@@ -211,13 +216,17 @@ def test_a_signal(tmp_path: Path, metrics: Metrics) -> None:
     assert running.get_worker_group().state is WorkerState.STOPPED
 
 
-def test_no_round(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [(RendezvousTimeoutError("no one came"), "no one came"), (RendezvousClosedError(), "the job is over")],
+)
+def test_no_round(tmp_path: Path, error: RendezvousError, why: str) -> None:
     class NobodyComes(Alone):
         def next_rendezvous(self) -> RendezvousInfo:
-            raise RendezvousTimeoutError("no one came")
+            raise error
 
     running = agent(tmp_path, "true", handler=NobodyComes())
-    with pytest.raises(CannotStart, match="no one came"):
+    with pytest.raises(CannotStart, match=why):
         running.run()
     assert running.get_worker_group().state is WorkerState.UNKNOWN
 
