@@ -280,9 +280,7 @@ _READERS: dict[str, Callable[[str], Any]] = {
     "--drained-exit-code": _count(255),
     "--monitor-interval": _seconds(1e-3),
     "--node-check-timeout": _seconds(1e-3),
-    "--devices-per-node": _value(
-        lambda text: text if text == "auto" else int(_count()(text)),
-    ),
+    "--devices-per-node": _value(lambda text: text if text == "auto" else int(_count()(text))),
     "--restart-policy": _one_of(*(policy.value for policy in Policy)),
     "--log-format": _one_of(*FORMATS),
     "--result-file": _value(str, "name a file, which is replaced, in a folder that is there", _is_replaced),
@@ -698,10 +696,11 @@ def _policy(parser: Parser, args: argparse.Namespace) -> Policy:
 def _module_exists(name: str) -> bool:
     """Whether ``python -m name`` would find it, without importing anything: its packages may do a lot."""
     parts, where = [*name.split("."), "__main__"], None
+    finders = [finder for finder in sys.meta_path if hasattr(finder, "find_spec")]  # Python skips others, too
     sys.path.insert(0, os.getcwd())
     try:
         for end in range(1, len(parts) + 1):
-            found = (finder.find_spec(".".join(parts[:end]), where) for finder in sys.meta_path)
+            found = (finder.find_spec(".".join(parts[:end]), where) for finder in finders)
             if (spec := next(filter(None, found), None)) is None:
                 return False
             if spec.submodule_search_locations is None:  # no package

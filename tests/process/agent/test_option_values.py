@@ -121,6 +121,7 @@ def test_what_is_refused_before_anything_is_started(
     line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", [object(), *sys.meta_path])  # an old finder, which Python skips
     Path("x.py").write_text("open('started', 'w')")
     Path("file").touch()
     arguments, *words = (" ".join(part.split()) for part in line.split("|"))
