@@ -841,7 +841,7 @@ def _warn_of_what_is_superfluous(parser: Parser, args: argparse.Namespace) -> No
     given = ", ".join(f"{option} {one}" for option, one, usual in options if one not in (*nothing, *usual))
     if given:
         why = "beside --standalone" if args.standalone else "on one node without --rdzv-endpoint"
-        parser.warn(f"{given}: no effect {why}, for it meets no other")
+        parser.warn(f"{given}: no effect {why}, for this node meets no other")
 
 
 def _endpoint(parser: Parser, args: argparse.Namespace, port: int, spares: int) -> str:
