@@ -167,8 +167,7 @@ class AbortProcesses(Abort):
                 raise TypeError(f"processes gave {given!r}; it must give pids or psutil.Process")
             pid = given if isinstance(given, int) else given.pid
             # Signals to 0 and -1 go to whole groups of processes.
-            monitors = (monitor for monitor, _ in _protected)
-            if pid in {-1, 0, 1, os.getpid(), os.getppid(), *monitors}:
+            if pid in {-1, 0, 1, os.getpid(), os.getppid(), *(monitor for monitor, _ in _protected)}:
                 _logger.warning("process %d is not ended: it is not a helper of the function", pid)
                 continue
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -188,7 +187,7 @@ def _end(running: dict[int, psutil.Process], signum: signal.Signals, seconds: fl
         except psutil.AccessDenied as error:
             _logger.warning("process %d cannot be ended: %s", process.pid, error)
             del running[pidfd]
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + min(seconds, 1e6)  # poll takes some 25 days
     while running and (ended := connection.wait(list(running), max(0.0, deadline - time.monotonic()))):
         for pidfd in running.keys() & set(ended):
             del running[pidfd]

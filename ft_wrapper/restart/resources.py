@@ -114,7 +114,6 @@ class Resources:
         self.settings = settings
         self.plan = plan
         self.is_registered = self.is_in = self.has_completed = self.thread_stays = False
-        self.is_in_time = True
         self.monitor_lost = threading.Event()
         self.store_lost: StoreError | None = None
         slot, size = base.initial_rank or 0, formation_size(base.world_size)
@@ -309,7 +308,8 @@ class Resources:
                     if self.plan.is_hosted_by_rank(store):
                         address = getattr(store, "host_name", ""), port
                         line = waited_for.enter_context(socket.create_connection(address, timeout=5.0))
-                        waited_for.callback(connection.wait, [line], self.settings.completion_timeout)
+                        patience = min(self.settings.completion_timeout, 1e6)  # poll takes some 25 days
+                        waited_for.callback(connection.wait, [line], patience)
             self.member.say_goodbye()
 
     def _end_monitor(self, kind: type[BaseException] | None, *_: object) -> None:

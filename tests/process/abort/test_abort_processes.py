@@ -45,7 +45,7 @@ def helpers() -> Iterator[list[subprocess.Popen[bytes]]]:
 
 def test_only_what_is_found_is_ended(helpers: list[subprocess.Popen[bytes]]) -> None:
     first, second, _ = helpers
-    assert AbortProcesses([first.pid])(STATE) is STATE
+    assert AbortProcesses([first.pid], None, timedelta(days=30))(STATE) is STATE
     assert first.wait(TIMEOUT) == -15  # its starter still gets its exit status
     assert second.poll() is None
 

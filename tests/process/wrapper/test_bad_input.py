@@ -322,8 +322,8 @@ def test_a_call_may_wait_for_years(job: Job) -> None:
     year = 365 * 24 * 3600.0
     long = dict.fromkeys(("heartbeat_timeout", "completion_timeout", "termination_grace_time"), year)
     long |= {"soft_timeout": year, "hard_timeout": 2 * year, "barrier_timeout": 3 * year}
-    job.start(1, calls, {**long, "rejoin_wait": year, "fault_window": year})
-    assert job.wait() == ["trained"]
+    job.start(2, calls, {**long, "rejoin_wait": year, "fault_window": year})
+    assert job.wait() == ["trained"] * 2
 
 
 def test_an_unreachable_store_is_named_within_its_timeout(job: Job) -> None:
