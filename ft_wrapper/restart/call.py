@@ -362,7 +362,7 @@ class Call(RestartedProcess):
 
     def complete(self) -> None:
         self.own.member.emit("done", **self.own.memory.last_step(), **self.services.end_fields)
-        self._current.watch = None
+        self._current = FunctionRun()  # what was returned may refer to this call
         self.state.fn_exception = None
         if self.settings.completion is not None:
             try:

@@ -237,7 +237,7 @@ class RestartLoop:
                 if run.has_returned and member.await_completion(self.state.active_rank, active) == DONE:
                     return run
             self._error, fault = run.own_error, run.fault
-            del run
+            run.value = None  # now: it may hold groups, and these are released next
             self.process.await_abort()
             self._runs = False
         self.process.clean_up()

@@ -70,6 +70,22 @@ def test_torchs_state_is_put_back_before_each_entry_and_the_collector_left_to_th
     assert job[0].log.count("the function left torch's state changed") == 1
 
 
+def returns_a_model_that_refers_to_the_call(rank: Rank) -> Any:
+    @Wrapper(**settings())
+    def train(call_wrapper: CallWrapper) -> torch.nn.Module:
+        model = torch.nn.Linear(8, 8)
+        model.call = call_wrapper
+        return model
+
+    gc.disable()
+    return weakref.ref(train())() is None
+
+
+def test_what_was_returned_needs_no_collector(job: Job) -> None:
+    job.start(1, returns_a_model_that_refers_to_the_call)
+    assert job.wait() == [True]
+
+
 # ---- caches of old ranks
 
 
