@@ -1,6 +1,6 @@
 """Leaks: objects of earlier iterations that are still alive, with what holds them.
 
-What holds them is found by a forward search from the globals of modules, from frames and from threads. The
+What holds them is found by a forward search from the globals of modules and from the frames of threads. The
 collector's backward search, ``gc.get_referrers``, finds neither ``{"dp": group}`` nor ``(group,)``: the
 collector does not track containers that hold only objects of C++. Nor does it look at frozen objects.
 """
@@ -94,11 +94,11 @@ def find_leaks() -> list[Leak]:
     """
     wait_for_released_groups()
     exempt = _reach(tracker.current.exempt_holders.values(), _seen_globals())
-    living = [(made, n) for made, n in tracker.current.earlier() if id(made) not in exempt]
+    living = [(made, n) for made, n in reversed(tracker.current.earlier()) if id(made) not in exempt]
     if not living:
         return []
     paths = _find_paths({id(made): made for made, _ in living}, sys._getframe(1))
-    # The holders first: a module holds its mesh, and a mesh its groups.
+    # The holders first: a module holds its mesh, a mesh its groups; of two modules the newer one is outside.
     living.sort(key=lambda one: (id(one[0]) not in paths, _depth(one[0])))
     held, leaks = _seen_globals(), list[Leak]()
     for made, n in living:

@@ -131,9 +131,9 @@ def wait_for_released_groups(timeout: float = 10.0) -> bool:
     Returns:
         Whether they are gone; if not, a warning is logged.
     """
-    if _dropper is not None:
-        _dropper.join(timeout)
-        if _dropper.is_alive():
+    if (dropper := _dropper) is not None:  # a next one may begin meanwhile
+        dropper.join(timeout)
+        if dropper.is_alive():
             log.warning("process groups still not gone after %g s", timeout)
             return False
     return True

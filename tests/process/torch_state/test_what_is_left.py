@@ -219,7 +219,7 @@ def test_what_the_present_iteration_has_made_is_not_told_and_what_was_frozen_is(
 def test_what_holds_itself_is_told(things: Tracker) -> None:
     gc.disable()
     try:
-        model = DistributedDataParallel(torch.nn.Linear(1, 1))
+        model = DistributedDataParallel(DistributedDataParallel(torch.nn.Linear(1, 1)))
         model.own = [model]
         del model
         release_process_groups(aborted=True)
