@@ -66,5 +66,4 @@ def out_of_memory(error: BaseException | None) -> BaseException | None:
 
 def by_blame(records: Iterable[InterruptionRecord]) -> list[InterruptionRecord]:
     """Sorts records so that the likeliest cause comes first; equal ones keep their order."""
-    kinds = list(Interruption)
-    return sorted(records, key=lambda record: kinds.index(record.interruption))
+    return sorted(records, key=lambda record: list(Interruption).index(record.interruption))

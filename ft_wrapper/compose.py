@@ -5,7 +5,7 @@ import contextlib
 import inspect
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias, TypeVar
 
 from .state import FrozenState
@@ -123,7 +123,7 @@ def known_signature(function: Callable[..., Any]) -> inspect.Signature | None:
     return None
 
 
-def check_arguments(wrong: str, function: Any, *arguments: object, **named: object) -> None:
+def check_arguments(wrong: str, function: Any, arguments: Iterable[Any], named: Mapping[str, Any]) -> None:
     """Checks that a function can be called with some arguments, as far as that is known before.
 
     Raises:
@@ -157,7 +157,7 @@ def check_plug_in(name: str, value: Any, kind: Any) -> Any:
         if is_other_kind or isinstance(part, type) or not callable(part):
             raise TypeError(wrong if part is value else f"{wrong}; {part!r} is none of them")
     for part in parts[-1:]:
-        check_arguments(wrong, part, None)
+        check_arguments(wrong, part, (None,), {})
     return value
 
 

@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 import time
-from typing import TextIO
+from typing import Any
 
 from ._text import without_secrets
 
@@ -127,10 +127,9 @@ class StandardHandler(logging.StreamHandler):  # type: ignore[type-arg]
         self._standard = name
 
     @property
-    def stream(self) -> TextIO:
+    def stream(self) -> Any:
         """The stream."""
-        found: TextIO = getattr(sys, self._standard)
-        return found
+        return getattr(sys, self._standard)
 
 
 class DefaultHandler(StandardHandler):

@@ -6,13 +6,14 @@ checked, known to the monitor, and compared between the ranks if it says so.
 Plug-ins and the store are in `ft_wrapper.restart.settings`.
 """
 
+import contextlib
 import dataclasses
 import enum
 import functools
 import operator
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Generic, SupportsIndex, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, dataclass_transform
 
 #: Seconds that any wait may last: Python's and the kernel's waits raise an error for much more.
 LONGEST = 2**31 - 1
@@ -57,7 +58,9 @@ def as_int(name: str, value: Any, at_least: int) -> int:
         TypeError: it is no whole number.
         ValueError: it is less than ``at_least``.
     """
-    number = operator.index(check_kind(name, value, SupportsIndex, "an int", but=bool))
+    with contextlib.suppress(TypeError):  # a tensor, say, may have no index, though its class has the method
+        value = value if isinstance(value, bool) else operator.index(value)
+    number: int = check_kind(name, value, int, "an int", but=bool)
     if number < at_least:
         raise ValueError(f"{name}={number} is too small; it must be at least {at_least}")
     return number

@@ -31,7 +31,7 @@ def _check_function(name: str, value: Any, words: str, takes: tuple[object, ...]
     """Checks what is to be called with some arguments, or is None."""
     if value is not None:
         checks.check_kind(name, value, Callable, words)
-        check_arguments(f"{name}={value!r} must be {words}", value, *takes)
+        check_arguments(f"{name}={value!r} must be {words}", value, takes, {})
     return value
 
 
@@ -149,7 +149,7 @@ def check_together(settings: Settings) -> None:
         return
     shown, factory = without_password(settings.store_kwargs), settings.store_factory
     wrong = f"store_kwargs={shown!r} do not fit store_factory={factory!r}"
-    check_arguments(wrong, factory, **settings.store_kwargs)
+    check_arguments(wrong, factory, (), settings.store_kwargs)
 
 
 def default_assignment(active_world_size: int | None) -> RankAssignment:

@@ -139,8 +139,9 @@ def test_two_ways_to_say_who_is_active_exclude_each_other() -> None:
 def test_store_kwargs_that_do_not_fit_are_named() -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"store_kwargs": {"prot": 5}}, "prot"),
+        ({"store_kwargs": {5: 5}}, "keywords must be strings"),
         ({"store_kwargs": {"port": 1, "is_master": True}}, "is_master"),
-        ({"store_factory": FileStore, "store_kwargs": {"port": 1}}, "FileStore"),
+        ({"store_factory": FileStore, "store_kwargs": {"function": 1}}, "FileStore"),
     ]
     for settings, error in wrong:
         with pytest.raises(TypeError, match=r"store_kwargs=.*do not fit") as caught:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
+import torch
 
 from ft_wrapper.initialize import RetryController
 from ft_wrapper.nested_restarter import NestedRestarterFinalized
@@ -24,6 +25,7 @@ from ft_wrapper.rank_assignment import (
     [
         (lambda: RetryController(0), ValueError, "max_iterations=0"),
         (lambda: RetryController("3"), TypeError, "max_iterations='3'"),
+        (lambda: RetryController(torch.ones(2)), TypeError, "max_iterations=tensor([1., 1.])"),
         (lambda: RetryController(min_world_size=-1), ValueError, "min_world_size=-1"),
         (lambda: RetryController(min_world_size=None), TypeError, "min_world_size=None"),
         (lambda: RetryController(min_active_world_size=1.5), TypeError, "min_active_world_size=1.5"),
