@@ -24,8 +24,8 @@ from . import nccl
 
 log = logging.getLogger(__name__)
 
-# Names under which a class that wraps a module registers it, with the class. FSDP1's may not be imported.
-_WRAPPERS = {"module": "DistributedDataParallel", "_fsdp_wrapped_module": "FullyShardedDataParallel"}
+# Names under which torch's wrappers register a module, with where they are. FSDP1's may not be imported.
+_WRAPS = {"module": "torch.nn.parallel.distributed", "_fsdp_wrapped_module": "torch.distributed.fsdp"}
 
 
 class Tracker:
@@ -112,7 +112,7 @@ class Tracker:
         self._hooks.callback(put_back)
 
     def _track_wrapper(self, module: Any, name: str, _: Any) -> None:
-        if name in _WRAPPERS and any(kind.__name__ == _WRAPPERS[name] for kind in type(module).__mro__):
+        if name in _WRAPS and any(kind.__module__.startswith(_WRAPS[name]) for kind in type(module).__mro__):
             self.track(module)
 
     def _track_sharded_modules(self) -> None:

@@ -288,6 +288,8 @@ def test_what_outlives_the_next_iteration_is_counted_each_time_that_it_is_more(
     things: Tracker, library: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     library.kept = [mesh_of(4), DistributedDataParallel(torch.nn.Linear(1, 1))]
+    library.theirs = type("DistributedDataParallel", (torch.nn.Module,), {})()
+    library.theirs.module = torch.nn.Linear(1, 1)
     things.warn()
     assert not caplog.records, "of this iteration"
     restart(things)
