@@ -1,15 +1,14 @@
-"""What the agent answers by HTTP: its main loop's health, its ranks' metrics.
+"""Whether the agent's main loop is alive, by HTTP.
 
 With ``TORCHELASTIC_HEALTH_CHECK_PORT`` set, a GET of any path is answered 200 if the loop is, and 503 if it
 is not, with a few facts as JSON. Only this host reaches a bare port. The loop sleeps while nothing happens,
 so it is woken and asked to answer, within ``TORCHELASTIC_HEALTH_CHECK_TIMEOUT`` seconds (60). ``/metrics`` is
-for Prometheus. A POST of ``/drain?within=SECONDS`` from this host asks that this node leave the
+for Prometheus (`metrics`). A POST of ``/drain?within=SECONDS`` from this host asks that this node leave the
 job in order, before it is lost.
 """
 
 import contextlib
 import errno
-import functools
 import io
 import ipaddress
 import json
@@ -21,24 +20,21 @@ import socketserver
 import threading
 import time
 import urllib.parse
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from multiprocessing import connection
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from torch.distributed.elastic.agent.server import local_elastic_agent as theirs
 
-from ..attribution import Interruption
 from ..store.address import host_port, loopback, split_host_port
-from .group import BOUNDS, PHASES, RANK_STATES, Group, Histogram
+from .group import Group
+from .metrics import metrics
 from .nodes import CannotStart, Inbox, Nodes
 from .rounds import News, What
 
 if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-
-    _Kind = type[CounterMetricFamily | GaugeMetricFamily]
 
 log = logging.getLogger(__name__)
 
@@ -52,13 +48,6 @@ _CLIENT_TIMEOUT = 5.0  # seconds in which a client has to send its request, and 
 _MOST_CONNECTIONS = 32  # at once; further ones are closed
 _LONGEST_REQUEST = 65536  # bytes
 _NEVER = 3600.0  # seconds between two looks whether to end: `Health.__exit__` wakes the thread
-#: What restarts are counted by, see `RestartReport.kind`.
-CAUSES = (*(kind.name.lower() for kind in Interruption), "join", "unknown")
-#: How nodes stand in the rendezvous.
-NODE_STATES = ("active", "lost", "waiting", "spare")
-
-# By the label; or one without it, or none at all.
-_Values = Mapping[str, float] | float | None
 
 
 class Health(socketserver.ThreadingMixIn, WSGIServer):
@@ -254,97 +243,3 @@ def _seconds(text: str) -> float:
         return float(text)
     except ValueError:
         return math.nan
-
-
-# For Prometheus --------------------------------------------------------------------------------------------
-#
-# All of it stands in this process's memory, and in what its ranks share with it: neither they nor a store are
-# asked. What is not known has no sample. Counters and times of ranks are this node's own; see
-# docs/monitoring.md for what may be added up over nodes.
-
-
-def metrics(group: Group, nodes: Nodes, run_id: str) -> "WSGIApplication":
-    """What answers ``/metrics``; without prometheus-client, with words that say so.
-
-    Args:
-        group: this node's workers.
-        nodes: all nodes.
-        run_id: of the job.
-    """
-    try:
-        from prometheus_client import CollectorRegistry, make_wsgi_app
-    except ImportError:
-        return _without_metrics
-    registry = CollectorRegistry()
-    registry.register(_Collector(group, nodes, run_id))
-    app: WSGIApplication = make_wsgi_app(registry)
-    return app
-
-
-def _without_metrics(environ: "WSGIEnvironment", start_response: "StartResponse") -> Iterable[bytes]:
-    start_response("404 Not Found", [("Content-Type", "text/plain")])
-    return [b"install ft-wrapper[prometheus] for metrics\n"]
-
-
-class _Collector:
-    def __init__(self, group: Group, nodes: Nodes, run_id: str) -> None:
-        self._group = group
-        self._nodes = nodes
-        self._run_id = run_id
-
-    def collect(self) -> "Iterator[Metric]":
-        from prometheus_client import core
-
-        counter = functools.partial(self._filled, core.CounterMetricFamily)
-        gauge = functools.partial(self._filled, core.GaugeMetricFamily)
-        known = self._group.rank_metrics.read()
-        restarts = _all(CAUSES, known.restarts)
-        states = {**known.states, "gone": len(self._group.missing)}
-        yield counter("restarts", "Restarts; one node counts each", restarts, "cause")
-        yield self._histogram("restart_seconds", "How long restarts took, by phase", known.phases)
-        yield gauge("ranks", "Ranks of this node", _all(RANK_STATES, states), "state")
-        yield gauge("iteration", "Number of the global restart iteration", known.iteration)
-        yield gauge("step", "The step that was told last", known.step)
-        since = None if known.progress is None else time.time() - (time.monotonic() - known.progress)
-        yield gauge("last_progress_timestamp_seconds", "When a rank made progress last", since)
-        counts, left = self._group.counts, self._group.remaining_restarts
-        yield counter("replacements", "Processes started in place of others", counts.replacements)
-        yield gauge("nodes", "Nodes of the job", self._node_states(), "state")
-        yield counter("rank_failures", "Rank processes that failed", counts.failures)
-        yield counter("group_restarts", "Restarts of all processes", counts.restarts)
-        yield counter("rounds", "Starts of all processes", counts.rounds)
-        yield gauge("workers_remaining_restarts", "Restarts of all processes that are left", left)
-        state = {self._group.state.name.lower(): 1}
-        yield gauge("workers_state", "1 for the state of the processes", state, "state")
-
-    def _node_states(self) -> Mapping[str, float]:
-        """All that the rendezvous knows; of another one the number of nodes that take part."""
-        states = self._nodes.states()
-        if not states:
-            where = self._group.round
-            return {} if where is None else {"active": where.group_world_size}
-        return _all(NODE_STATES, states)
-
-    def _filled(self, kind: "_Kind", name: str, words: str, values: _Values, label: str = "") -> "Metric":
-        made = kind(f"ft_wrapper_{name}", words, labels=["run_id", label] if label else ["run_id"])
-        if isinstance(values, Mapping):
-            for labelled, value in values.items():
-                made.add_metric([self._run_id, labelled], value)
-        elif values is not None:
-            made.add_metric([self._run_id], values)
-        return made
-
-    def _histogram(self, name: str, words: str, values: Mapping[str, Histogram]) -> "Metric":
-        from prometheus_client.core import HistogramMetricFamily
-
-        made = HistogramMetricFamily(f"ft_wrapper_{name}", words, labels=["run_id", "phase"])
-        bounds = [*map(str, BOUNDS), "+Inf"]
-        for phase in PHASES:
-            counts = values[phase].cumulative()
-            made.add_metric([self._run_id, phase], list(zip(bounds, counts, strict=True)), values[phase].sum)
-        return made
-
-
-def _all(names: Iterable[str], values: Mapping[str, float]) -> dict[str, float]:
-    """A value for each name: one that appears later would have no first value to be compared with."""
-    return {name: values.get(name, 0) for name in names}

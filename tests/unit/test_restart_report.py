@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from ft_wrapper.agent.health import CAUSES
+from ft_wrapper.agent.metrics import CAUSES
 from ft_wrapper.attribution import Interruption
 from ft_wrapper.protocol import Agreement
 from ft_wrapper.protocol.entering import Entered

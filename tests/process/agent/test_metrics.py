@@ -16,7 +16,7 @@ from agent_job import TIMEOUT, FtRun, await_that
 from ft_wrapper import events
 from ft_wrapper.agent import health
 from ft_wrapper.agent.group import PHASES, RANK_STATES
-from ft_wrapper.agent.health import CAUSES, NODE_STATES
+from ft_wrapper.agent.metrics import CAUSES, NODE_STATES
 from ft_wrapper.testing.etcd_server import free_port
 
 parser = pytest.importorskip("prometheus_client.parser", reason="prometheus-client is not installed")
