@@ -54,9 +54,9 @@ class Record:
     def from_json(cls, text: str, key: str) -> Self:
         """Reads `to_json`; an error names the key."""
         try:
-            values = typed(dict, json.loads(text), key)
+            values = _reader(dict)(json.loads(text), key)
             known = {name: kind for name, kind in _types(cls).items() if name in values}
-            return cls(**{name: typed(kind, values[name], key) for name, kind in known.items()})
+            return cls(**{name: _reader(kind)(values[name], key) for name, kind in known.items()})
         except (KeyError, TypeError, ValueError) as error:
             what, held = cls.__name__.lower(), cut(text, IN_LINE)
             raise StoreError(f"store key {key!r} holds {held!r}, which is no {what}: {error!r}") from None
@@ -72,28 +72,32 @@ def _plain(value: object) -> object:
     return str(value) if hasattr(value, "parse") else [*vars(value).values()]
 
 
-_to_json = json.JSONEncoder(default=_plain).encode
+_to_json = json.JSONEncoder(default=_plain, separators=(",", ":")).encode
 
 
-def typed(kind: Any, value: Any, key: str) -> Any:
-    """Converts a JSON value to the type that an annotation names; an error names the key."""
-    if type(value) is kind or (kind is float and type(value) is int):
-        return value
-    parts = typing.get_args(kind)
+@functools.cache
+def _reader(kind: Any) -> Any:
+    """What converts a JSON value to the type that an annotation names; it takes the key, too, for errors."""
+    parts, of = typing.get_args(kind), typing.get_origin(kind) or kind
+    inner: Any = _reader(parts[0]) if parts else None
     if type(None) in parts:
-        return None if value is None else typed(parts[0], value, key)
+        return lambda value, key: None if value is None else inner(value, key)
     if hasattr(kind, "parse"):
-        return kind.parse(value, key)
-    if typing.get_origin(kind) is tuple:
-        return tuple(typed(parts[0], one, key) for one in value)
-    if isinstance(kind, enum.EnumMeta):
-        return kind(value) if enum.StrEnum in kind.__mro__ else kind[value]
+        return kind.parse
+    if of is tuple:
+        return lambda value, key: tuple([inner(one, key) for one in _reader(list)(value, key)])
+    if isinstance(of, enum.EnumMeta):
+        return lambda value, key: kind(value) if issubclass(kind, enum.StrEnum) else kind[value]
     if hasattr(kind, "__dataclass_fields__"):
-        fields = zip(_types(kind).values(), value, strict=True)
-        return kind(*(typed(of, one, key) for of, one in fields))
-    if isinstance(value, bool) or not isinstance(value, typing.get_origin(kind) or kind):
-        raise TypeError(f"{value!r} is no {kind}")
-    return value
+        fields = [_reader(field) for field in _types(kind).values()]
+        return lambda value, key: kind(*[read(one, key) for read, one in zip(fields, value, strict=True)])
+
+    def checked(value: Any, key: str) -> Any:
+        if type(value) is not of and (of, type(value)) != (float, int):
+            raise TypeError(f"{value!r} is no {kind}")
+        return value
+
+    return checked
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -406,11 +410,8 @@ def roster_to_json(members: tuple[Member, ...]) -> str:
 def roster_from_json(text: str, key: str) -> tuple[Member, ...]:
     """Reads `roster_to_json`; an error names the key."""
     try:
-        return tuple(
-            Member(slot, typed(int, incarnation, key))
-            for first, last, incarnation in typed(list, json.loads(text), key)
-            for slot in range(first, last + 1)
-        )
+        runs = _reader(tuple[tuple[int, ...], ...])(json.loads(text), key)
+        return tuple(Member(slot, again) for first, last, again in runs for slot in range(first, last + 1))
     except (TypeError, ValueError):
         raise StoreError(f"store key {key!r} holds {text!r}, which is no roster") from None
 

@@ -54,7 +54,7 @@ LINES = {
     "cli": Budget(700, 752, SHELL),
     "restart": Budget(1200, 1376, CORE),
     "rank_assignment": Budget(500),
-    "protocol": Budget(2170, 2256, CORE),
+    "protocol": Budget(2170, 2255, CORE),
     "store": Budget(1670, 1824, CORE),
     "monitor": Budget(2210, 2397, CORE),
     "torch_groups": Budget(1185, 1248, CORE),
