@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterable
 
+from ..exception import StoreError
 from ..protocol.records import Record
 
 FORMAT = 4
@@ -162,6 +163,20 @@ class Admission(Record):
     digest: str = ""
 
 
+class Format(int):
+    """Version of a record's text."""
+
+    @classmethod
+    def parse(cls, found: object, key: str) -> "Format":
+        """Reads the version; an error names the key."""
+        if found != FORMAT:
+            raise StoreError(
+                f"store key {key!r}: another version of ft_wrapper wrote it, in format {found!r} instead of "
+                f"{FORMAT}; use one version on all nodes"
+            )
+        return cls(FORMAT)
+
+
 @dataclasses.dataclass(frozen=True)
 class RendezvousRecord(Record):
     """What all nodes agree on.
@@ -190,9 +205,10 @@ class RendezvousRecord(Record):
         hosted: whether the node of group rank 0 hosts the workers' store; otherwise it outlives all nodes.
         drains: drains of this round, of nodes that are in the record.
         quarantine: nodes in quarantine, in the order of their ids. Nobody waits for them.
-        format: version of the text, which is always written.
+        format: version of the text: always written, and read before all else.
     """
 
+    format: Format = dataclasses.field(default_factory=lambda: Format(FORMAT), kw_only=True)
     min_nodes: int
     max_nodes: int
     options: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -215,11 +231,6 @@ class RendezvousRecord(Record):
     hosted: bool = True
     drains: tuple[Drain, ...] = ()
     quarantine: tuple[QuarantinedNode, ...] = ()
-    format: int = dataclasses.field(default_factory=lambda: FORMAT)
-
-    def __post_init__(self) -> None:
-        if self.format != FORMAT:
-            raise ValueError("another version of ft_wrapper wrote it; use one version on all nodes")
 
     @property
     def participants(self) -> tuple[Node, ...]:

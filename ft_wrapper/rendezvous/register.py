@@ -192,7 +192,7 @@ class RecordRegister:
         try:
             return [Admission.from_json(line, key) for line in lines]
         except StoreError as error:
-            raise elastic.RendezvousStateError(str(error)) from error
+            raise elastic.RendezvousStateError(f"{error}; use one version on all nodes") from error
 
     def _learn(self, text: str) -> RendezvousRecord:
         try:
