@@ -85,7 +85,7 @@ def start_monitor(
     with theirs:
         try:
             is_in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-            pid = _spawn(task, theirs, memory) if is_in_use else _fork(task, theirs, memory)
+            pid = _spawn(task, ours, theirs, memory) if is_in_use else _fork(task, theirs, memory)
         except BaseException:
             ours.close()
             raise
@@ -117,7 +117,7 @@ def _fork(task: _Task, line: socket.socket, memory: RankMemory) -> int:
     return pid
 
 
-def _spawn(task: _Task, line: socket.socket, memory: RankMemory) -> int:
+def _spawn(task: _Task, ours: socket.socket, line: socket.socket, memory: RankMemory) -> int:
     try:
         said = pickle.dumps(task)
     except Exception as error:
@@ -130,24 +130,23 @@ def _spawn(task: _Task, line: socket.socket, memory: RankMemory) -> int:
     fds = (line.fileno(), memory.fd)
     monitor = subprocess.Popen(
         [sys.executable, "-c", f"from {__name__} import main; main()", *map(str, fds)],
-        stdin=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         pass_fds=fds,
         start_new_session=True,
     )
-    assert monitor.stdin is not None
-    with contextlib.suppress(BrokenPipeError), monitor.stdin:  # if it has ended, the line shows that
-        monitor.stdin.write(said)
+    # Not through its stdin: one of the descriptors is 0 if this process has none.
+    with contextlib.suppress(OSError):  # it has ended, which is noticed next
+        ours.sendall(said)
     monitor.returncode = 0  # the line reaps it
     return monitor.pid
 
 
 def main() -> None:
     """Runs the monitor, in the new Python that `start_monitor` has started."""
-    task: _Task = pickle.load(sys.stdin.buffer)
-    line, memory = map(int, sys.argv[1:])
+    line, memory = socket.socket(fileno=int(sys.argv[1])), RankMemory.from_fd(int(sys.argv[2]))
+    task: _Task = pickle.load(line.makefile("rb"))
     gc.disable()  # as in a fork: all objects live as long as this process
-    os._exit(_run(task, socket.socket(fileno=line), RankMemory.from_fd(memory)))
+    os._exit(_run(task, line, memory))
 
 
 def _run(task: _Task, line: socket.socket, memory: RankMemory) -> int:

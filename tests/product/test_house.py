@@ -56,7 +56,7 @@ LINES = {
     "rank_assignment": Budget(500),
     "protocol": Budget(2170, 2255, CORE),
     "store": Budget(1670, 1824, CORE),
-    "monitor": Budget(2210, 2397, CORE),
+    "monitor": Budget(2210, 2395, CORE),
     "torch_groups": Budget(1185, 1248, CORE),
     "rendezvous": Budget(1700),
     "agent": Budget(3160, 3728, SHELL),

@@ -226,6 +226,7 @@ def test_a_rank_whose_cuda_context_is_broken_leaves(job: Job) -> None:
 
 def has_used_cuda(rank: Rank, store: str = "") -> list[Any]:
     """A restart, and a process that is killed, in ranks that say they use CUDA; slot 0's monitor hosts."""
+    os.close(0)  # what the monitor is given must not be lost if it has this number
     torch.cuda.is_initialized = lambda: True
     torch.cuda.current_device = lambda: 0
     torch.cuda.synchronize = lambda device: None
