@@ -106,11 +106,11 @@ class EtcdStore(Store, StoreMixin):
         self.set_timeout(timeout)
         lease_lasts = int(ttl.total_seconds()) if begins else None
         self._etcd = EtcdJob(client, prefix.rstrip("/") + "/", lease_lasts, self.patience)
+        weakref.finalize(self, self._etcd.ending.put, None).atexit = False
         self._keys = EtcdKeys(self._etcd.keys, self._etcd.lease, self._etcd.nonce).within(namespace)
         self.place = f"{prefix.strip('/')}/{namespace}"
         self.seal, self.is_private = seal_of(self.place), bool(user or cert)
         self._origin: EtcdStore | None = None
-        weakref.finalize(self, self._etcd.ending.put, None).atexit = False
 
     def __repr__(self) -> str:
         return f"EtcdStore({self._etcd!r})"
