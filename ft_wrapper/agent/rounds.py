@@ -5,6 +5,8 @@ import enum
 import json
 from collections.abc import Iterable, Sequence
 
+from .._text import IN_LINE, cut
+
 # What there is to do: nothing; mend the program, for the same would happen again; mend the command line; try
 # again here, for a machine, a network or a process was lost (EX_TEMPFAIL of sysexits.h); try on another node.
 DONE, PROGRAM, COMMAND_LINE, INFRASTRUCTURE, BAD_NODE = 0, 1, 2, 75, 76
@@ -31,8 +33,8 @@ class JobResult:
         object.__setattr__(self, "verdict", self.verdict or _NAMES.get(self.exit_code, "signal"))
 
     def to_text(self) -> str:
-        """The result as a JSON object, of one line."""
-        return json.dumps(vars(self))
+        """The result as a JSON object, of one line; a long reason is cut, for all nodes read it."""
+        return json.dumps(vars(self) | {"why": cut(self.why, IN_LINE)})
 
     @classmethod
     def from_text(cls, text: str) -> "JobResult | None":
@@ -184,11 +186,6 @@ class Failure:
     was_stranded: bool = False
     came_before: bool = False
     how: str = ""
-
-
-def in_order(failures: Iterable[Failure]) -> list[Failure]:
-    """Sorts failures by time, the first one first; those of the same second, as records count, stay."""
-    return sorted(failures, key=lambda failure: int(failure.when))
 
 
 @dataclasses.dataclass(frozen=True)

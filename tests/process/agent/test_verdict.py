@@ -24,6 +24,7 @@ from ft_wrapper.agent.outputs import describe_exit
 from ft_wrapper.agent.rounds import End, Failure, JobResult, Round, alone, result_of_failures, worst
 from ft_wrapper.agent.signals import SIGNALS, queued
 from ft_wrapper.exception import StoreUnavailable, TimeoutError
+from ft_wrapper.rendezvous.record import RendezvousRecord
 from ft_wrapper.run import main
 
 # When: in the last call, before it has ended; between two calls; after the last one.
@@ -415,3 +416,5 @@ def test_the_worst_result_says_what_to_do() -> None:
         if result is not None:
             assert JobResult.from_text(result.to_text()) == result
     assert JobResult.from_text("left") is JobResult.from_text("") is None
+    closed = RendezvousRecord(1, 1, result=JobResult(1, "\0" * 100_000).to_text()).to_json()
+    assert JobResult.from_text(RendezvousRecord.from_json(closed, "").result)
