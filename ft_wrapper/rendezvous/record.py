@@ -164,7 +164,7 @@ class Admission(Record):
 
 
 class Format(int):
-    """Version of a record's text."""
+    """Version of a record's text, in which it is a number."""
 
     @classmethod
     def parse(cls, found: object, key: str) -> "Format":
