@@ -70,7 +70,7 @@ def _check_object(name: object, value: object) -> None:
     for base in {base.__name__ for each in inner for base in type(each).__mro__} & _ELSEWHERE.keys():
         raise TypeError(f"build(): {name!r} is a {base}, {_ELSEWHERE[base]}")
     if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
-        raise TypeError(f"build(): {name!r} is {type(value).__name__}, which has no state_dict to load")
+        raise TypeError(f"build(): {name!r} is {type(value).__name__}, without state_dict or load_state_dict")
     if not isinstance(value, torch.nn.Module):
         try:
             with _NoCollectives():  # type: ignore[no-untyped-call]

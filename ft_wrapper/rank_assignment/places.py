@@ -66,7 +66,7 @@ class Layer:
             raise ValueError(f"min_ranks={self.min_ranks} must not exceed max_ranks={self.max_ranks}")
         check_key("key_or_fn", self.key_or_fn)
         if self.flag is not None and not isinstance(self.flag, LayerFlag):
-            raise TypeError(f"flag={self.flag!r} must be LayerFlag.RESERVE, .BACKFILL, both by |, or None")
+            raise TypeError(f"flag={self.flag!r} must be LayerFlag.RESERVE, .BACKFILL, both with |, or None")
 
     def has(self, flag: LayerFlag) -> bool:
         """Whether the layer has a flag."""
@@ -250,10 +250,10 @@ def _admit(leaves: list[_Leaf], arrivals: dict[int, Arrival], depth: int) -> set
     return newcomers
 
 
-def _filtered(world_size_filter: Callable[[int], int], active_world_size: int) -> int:
-    wanted = world_size_filter(active_world_size)
-    if isinstance(wanted, bool) or not isinstance(wanted, int) or not 0 <= wanted <= active_world_size:
-        raise ValueError(f"world_size_filter({active_world_size}) returned {wanted!r}, no int from 0 to that")
+def _filtered(world_size_filter: Callable[[int], int], most: int) -> int:
+    wanted = world_size_filter(most)
+    if isinstance(wanted, bool) or not isinstance(wanted, int) or not 0 <= wanted <= most:
+        raise ValueError(f"world_size_filter({most}) returned {wanted!r}, which is no int from 0 to {most}")
     return wanted
 
 

@@ -411,8 +411,8 @@ class FakeStore(Store, StoreMixin):
         waiter = Waiter({key for key in keys if key not in contents.values}, patience=patience)
         if not waiter.missing:
             return
-        contents.waiters.append(waiter)
         seconds = timeout.total_seconds()
+        contents.waiters.append(waiter)
         try:
             woken = contents.clock.block(waiter, contents.clock.now() + seconds)
         finally:

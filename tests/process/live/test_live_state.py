@@ -373,7 +373,7 @@ WRONG: list[tuple[str, Any, dict[str, Any]]] = [
     ("name='a/b'", build, {"name": "a/b"}),
     ("restore=7 must be callable", build, {"restore": 7}),
     ("it must return a dict such as", lambda: nn.Linear(1, 1), {}),
-    ("'step' is int, which has no state_dict", lambda: {"step": 3}, {}),
+    ("'step' is int, without state_dict or load_state_dict", lambda: {"step": 3}, {}),
     ("'m' is a DistributedDataParallel", lambda: {"m": DistributedDataParallel(nn.Linear(1, 1))}, {}),
     ("'optimizer' updates 6 parameters of no module", without("model"), {}),
     ("'optimizer' has a scheduler that build() did not return", without("scheduler"), {}),
