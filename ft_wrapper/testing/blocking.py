@@ -114,7 +114,7 @@ class BlockingGroup(dist.ProcessGroup):
         raise RuntimeError(f"a collective of {self._backend_name!r} was aborted")
 
     def abort(self) -> None:
-        """Frees what blocks, or does what else was asked for; the second time nothing, unless it hangs.
+        """Frees what blocks, or does what else was asked for; the second time nothing, unless it waits.
 
         Raises:
             RuntimeError: that was asked for.
@@ -128,7 +128,7 @@ class BlockingGroup(dist.ProcessGroup):
                 self._living.discard(self)
                 self._begun.notify_all()
                 self._begun.wait_for(lambda: not self._living, _LIMIT.total_seconds())
-        if was_aborted:
+        if was_aborted and self._on_abort is not OnAbort.DEPENDS:  # its first wait may have been cut short
             return
         if self._on_abort is OnAbort.IS_SLOW:
             threading.Event().wait(1.0)
