@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol, TypeVar
 
 from .policy import JobFacts, JobOutcome, Remedy, RestartPolicy
-from .rounds import PROGRAM, End, Failure, JobResult, News, Round, What
+from .rounds import PROGRAM, End, Failure, JobResult, News, Round, What, in_order
 
 # Actions: data, carried out by `ft_wrapper.agent.agent` -----------------------------------------------------
 
@@ -306,8 +306,7 @@ class Ranks:
         again, finished = self._stop is not None and self._stop.again, outcome.finished
         counted: list[Failure] = []
         forgiven: list[Failure] = []
-        # The first one first; those of the same second, as records count, stay.
-        for failure in sorted(self._failures, key=lambda failure: int(failure.when)):
+        for failure in in_order(self._failures):
             if finished is not None:
                 # A process that was in the job to its end, and failed then, has lost what it was to do.
                 counts = failure.rank in finished and finished[failure.rank] in (None, failure.pid)

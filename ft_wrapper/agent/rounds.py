@@ -188,6 +188,11 @@ class Failure:
     how: str = ""
 
 
+def in_order(failures: Iterable[Failure]) -> list[Failure]:
+    """Sorts failures by time, the first one first; those of the same second, as records count, stay."""
+    return sorted(failures, key=lambda failure: int(failure.when))
+
+
 @dataclasses.dataclass(frozen=True)
 class End:
     """How the ranks of this node ended, for a round or for good.

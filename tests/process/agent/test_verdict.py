@@ -108,7 +108,7 @@ NOBODY = f"--nnodes 2 --rdzv-endpoint 127.0.0.1:{PORT} --rdzv-conf is_host=false
         ("exit 0", ("--master-port", str(PORT)), 2, "command line", "cannot be used on this host"),
         ("exit 0", NOBODY.split(), 75, "infrastructure", "is the node"),
         ("exit 0", ("--node-check", "echo a fan; false"), 76, "bad node", "a fan"),
-        ("kill -15 $PPID; sleep 60", (), 143, "signal", "SIGTERM"),
+        ("kill -15 $PPID; exec sleep 60", (), 143, "signal", "SIGTERM"),
     ],
 )
 def test_the_end_of_one_node(
