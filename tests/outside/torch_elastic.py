@@ -70,6 +70,17 @@ DIFFERENCES: tuple[tuple[str, str, str], ...] = (
     *(
         (
             test,
+            "agent*",
+            "torchrun sets TORCH_NCCL_ASYNC_ERROR_HANDLING=1, which ends ranks that a restart would keep",
+        )
+        for test in (
+            "test_run_check_env_function*",
+            "test_run_check_nccl_async_error_handling_env_default*",
+        )
+    ),
+    *(
+        (
+            test,
             "agent, *",
             "the test has quotes in its --rdzv-conf, so that an option is called 'join_timeout, which torch "
             "ignores; our handlers refuse options that they do not know",
