@@ -160,7 +160,7 @@ class Nodes:
         return True, ""
 
     def states(self) -> dict[str, int]:
-        """How many nodes stand how, see `health.NODE_STATES`. From memory; empty if it is not known."""
+        """How many nodes stand how, see `metrics.NODE_STATES`. From memory; empty if it is not known."""
         return {}
 
     def have_formed(self) -> bool:

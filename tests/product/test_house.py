@@ -59,7 +59,7 @@ LINES = {
     "monitor": Budget(2210, 2395, CORE),
     "torch_groups": Budget(1185, 1248, CORE),
     "rendezvous": Budget(1700),
-    "agent": Budget(3160, 3729, SHELL),
+    "agent": Budget(3160, 3740, SHELL),
     # It gave 260 of 550 to what seals take beside their own room: protocol 50, store 110, live 90,
     # rendezvous 10.
     "agent/torch_api": Budget(290),
