@@ -12,14 +12,15 @@ from typing import Any
 
 from ft_wrapper.store import EtcdStore
 from ft_wrapper.store.etcd_client import EtcdClient
-from ft_wrapper.store.etcd_messages import Range, Transaction, delete, put
+from ft_wrapper.store.etcd_messages import Range, Transaction, compare, delete, put
 
 Make = Callable[..., EtcdStore]
 
 
 def write(client: EtcdClient, key: bytes, value: bytes, lease: int = 0) -> int:
-    """Writes a key; returns the store's revision by it."""
-    return client.transaction(Transaction("put", [put(key, value, lease)])).revision
+    """Writes a key that has another value; returns the store's revision. A repetition writes nothing."""
+    has_it = [compare(Range(key), "value", value)]
+    return client.transaction(Transaction("put", [], has_it, [put(key, value, lease)])).revision
 
 
 def erase(client: EtcdClient, span: Range) -> int:
