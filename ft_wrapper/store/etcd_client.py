@@ -15,6 +15,7 @@ server discards what it has not read when the answer begins.
 
 import contextlib
 import http.client
+import itertools
 import json
 import logging
 import math
@@ -26,6 +27,8 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
+
+import tenacity
 
 from ..exception import StoreUnavailable
 from . import etcd_messages as messages
@@ -186,20 +189,25 @@ class EtcdClient:
         seconds = self.timeout if timeout is None else timeout
         deadline = time.monotonic() + seconds
         data = json.dumps(body, separators=(",", ":")).encode()
-        tries = 0
-        while True:
-            tries += 1
-            patience = min(max(_SHORTEST_TRY, deadline - time.monotonic()), self.try_lasts(tries))
-            try:
-                return self._send(what, path, data, patience)
-            except NoAnswer as error:
-                if time.monotonic() >= deadline:
-                    raise StoreUnavailable(
-                        f"{self!r}: {what} got no answer for {seconds:g} s: {error}; see whether its members "
-                        "run, can be reached, and have a majority"
-                    ) from None
-                log.debug("%r: %s: %s", self, what, error)
-            time.sleep(self.pause_after(tries))
+        tries = itertools.count(1)
+
+        def send() -> dict[str, Any]:
+            patience = max(_SHORTEST_TRY, deadline - time.monotonic())
+            return self._send(what, path, data, min(patience, self.try_lasts(next(tries))))
+
+        retrying = tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type(NoAnswer),
+            stop=tenacity.stop_after_delay(seconds),
+            wait=lambda state: self.pause_after(state.attempt_number),
+            before_sleep=tenacity.before_sleep_log(log, logging.DEBUG),
+        )
+        try:
+            return retrying(send)
+        except tenacity.RetryError as failure:
+            raise StoreUnavailable(
+                f"{self!r}: {what} got no answer for {seconds:g} s: {failure.last_attempt.exception()}; see "
+                "whether its members run, can be reached, and have a majority"
+            ) from None
 
     # Members -------------------------------------------------------------------------------------------
 

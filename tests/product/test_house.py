@@ -55,7 +55,7 @@ LINES = {
     "restart": Budget(1200, 1376, CORE),
     "rank_assignment": Budget(500),
     "protocol": Budget(2170, 2255, CORE),
-    "store": Budget(1670, 1824, CORE),
+    "store": Budget(1670, 1829, CORE),
     "monitor": Budget(2210, 2395, CORE),
     "torch_groups": Budget(1185, 1248, CORE),
     "rendezvous": Budget(1700),
