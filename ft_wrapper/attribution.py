@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class Interruption(enum.Enum):
-    """What ended an iteration on one rank, the likeliest cause of what the others saw first.
+    """What ended an iteration on one rank; the likeliest cause comes first.
 
     A rank that died makes its peers' collectives raise, not the other way round.
     """
@@ -50,7 +50,7 @@ class InterruptionRecord:
 def out_of_memory(error: BaseException | None) -> BaseException | None:
     """Torch's ``OutOfMemoryError``, if an exception is one or was raised from one; else None.
 
-    Known by its name: this module is to be had without torch.
+    Found by its name, since this module does not import torch.
 
     Args:
         error: what was raised.

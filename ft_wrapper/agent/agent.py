@@ -189,7 +189,7 @@ def _await_others(end: End, nodes: Nodes, signals: SignalQueue) -> End:
         # Ranks that gave up, or found no others, do so on all nodes.
         is_over = not end.failures or any(one.gave_up or one.was_stranded for one in end.failures)
         if not is_over and nodes.states().get("active", 1) > 1:
-            end = dataclasses.replace(end, left=JobResult(BAD_NODE, "its ranks are lost, the others go on"))
+            end = dataclasses.replace(end, left=JobResult(BAD_NODE, "its ranks are lost; the job continues"))
         nodes.leave("its ranks are lost")
         return end
     nodes.finish(end.result().to_text())
@@ -197,7 +197,7 @@ def _await_others(end: End, nodes: Nodes, signals: SignalQueue) -> End:
 
 
 def _wait(end: End, nodes: Nodes, signals: SignalQueue) -> End:
-    """Waits until the others are done, too; returns the end as it is then."""
+    """Waits until all other nodes are done; returns the end as it is then."""
     with selectors.DefaultSelector() as selector:
         for waited_for in (signals.fd, nodes.inbox):
             selector.register(waited_for, selectors.EVENT_READ)
@@ -293,7 +293,7 @@ class Loop:
             warn_if_open(without_secrets(where.store))
         raise_file_limit()
         nproc = self._job.nproc
-        # Otherwise ranks could not reach the store, and the others would call them missing.
+        # Otherwise ranks could not reach the store, and would be reported as missing.
         check_open_files(_FILES_OF_ALL + nproc * _FILES_OF_A_RANK, f"with {nproc} ranks this process")
         with self._signals.raised():
             in_store = JobInStore(where.store, self._nodes.have_formed, self._signals.interruptible)
@@ -536,7 +536,7 @@ class Loop:
             try:
                 self._start_standby()
             except OSError as error:
-                log.warning("there is no standby process any more: %s", error)
+                log.warning("the standby process could not be replaced: %s", error)
         for request in lost:
             self._execute_or_fail(request)
 

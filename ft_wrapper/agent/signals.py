@@ -72,7 +72,7 @@ class SignalQueue:
 
         Args:
             ask: asks, and returns the answer.
-            seconds: for how long at the most; None where it has a limit of its own.
+            seconds: how long to wait; None if the function has a limit of its own.
 
         Raises:
             StoreUnavailable: a signal came, or it took longer.

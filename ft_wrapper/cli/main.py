@@ -212,8 +212,8 @@ def main_drain(argv: Sequence[str]) -> int:
         ValueError: an argument is wrong.
         SystemExit: an argument is wrong (2; said on stderr).
     """
-    what = "Removes the ranks of a node, or one rank, from a running job when their next step begins: spares "
-    what += "take over, or the others continue. They are not restarted; a node leaves after its last rank."
+    what = "Removes a node, or one rank, from a running job when the next step begins. Spares take over, or "
+    what += "fewer ranks go on. Drained ranks are not restarted; a node leaves after its last rank."
     parser = _parser("drain", what)
     what = f"after this long, terminate ranks that have not left (default: {WITHIN:g})"
     parser.add_argument("--within", type=float, default=WITHIN, metavar="SECONDS", help=what)

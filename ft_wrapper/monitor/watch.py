@@ -353,7 +353,7 @@ class RankMonitor:
         self._reported = names.BEFORE_FIRST - 1  # iteration whose soft timeout has been published
         self._is_dying = False  # or has died
         self._is_death_published = False
-        self._left_out_at = math.inf  # when the heart saw that the others went on without this rank
+        self._left_out_at = math.inf  # when the heart saw that an iteration began without this rank
         self._publishers: list[threading.Thread] = []  # of soft timeouts
         self._step_emitted_at, self._step_emitted = -math.inf, dict[str, Any]()
         self.heart.add(self)
@@ -435,11 +435,11 @@ class RankMonitor:
         self._emit_step(now)
         to_leave, stays, hard, soft = self._left(now)
         if to_leave <= 0.0:
-            self._end_rank(pidfd, "did not leave, though the others had gone on without it")
+            self._end_rank(pidfd, "did not leave, though the next iteration began without it")
         elif stays <= 0.0:
             timeout = self.limits.barrier_timeout
-            words = f"did not leave the function for barrier_timeout={timeout:g} s, though it was interrupted"
-            self._end_rank(pidfd, f"{words} again and again (does it catch RankShouldRestart?)")
+            words = f"did not leave the function in barrier_timeout={timeout:g} s, though it was interrupted"
+            self._end_rank(pidfd, f"{words} (does it catch RankShouldRestart?)")
         elif hard <= 0.0:
             timeout = self.limits.hard_timeout
             no_gil = self._pauses.since(self.memory.gil_stamp, now)
@@ -505,7 +505,7 @@ class RankMonitor:
                     break
 
     def note_left_out(self, left_out: bool) -> None:
-        """Notes, called by its heart, whether the other ranks have gone on without this one."""
+        """Notes, called by its heart, whether an iteration has begun without this rank."""
         self._left_out_at = min(self._left_out_at, time.monotonic()) if left_out else math.inf
 
     def _emit_fault(self, view: View, fault: Fault) -> None:
@@ -557,7 +557,7 @@ class RankMonitor:
         )
 
     def _end_rank(self, pidfd: int, message: str) -> None:
-        """Publishes the death, then ends the process: the others need not wait until its memory is freed."""
+        """Publishes the death, then ends the process, so that nobody waits until its memory is freed."""
         place = describe_main_thread(self.memory, self.pid, pidfd)
         if place is not None:
             message += f" and stood {place}"
