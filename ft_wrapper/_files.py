@@ -13,19 +13,19 @@ log = logging.getLogger(__name__)
 
 
 def owners_only(path: str, flags: int) -> int:
-    """Opens a file of this user for writing; a new one only its owner may read. For ``open(…, opener=…)``.
+    """Opens a file of this user for writing. Only its owner may read a new one. For ``open(…, opener=…)``.
 
-    At a path that others know, they may have put a link, a file of theirs or a pipe, which gets nothing. A
-    device is as good as a file: only root makes one.
+    Another user who knows the path may have put a link, a file or a pipe there. Those are refused. A device
+    is accepted: only root can make one.
 
     Args:
         path: the file.
         flags: as for ``os.open``.
 
     Raises:
-        OSError: it is another's, or cannot be opened.
+        OSError: the file belongs to another user, or cannot be opened.
     """
-    # O_NONBLOCK: else a pipe without a reader would block here for ever.
+    # Without O_NONBLOCK, a pipe that has no reader would block here forever.
     fd = os.open(path, flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     found = os.fstat(fd)
     if not (stat.S_ISCHR(found.st_mode) or (stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid())):
@@ -37,7 +37,7 @@ def owners_only(path: str, flags: int) -> int:
 
 
 def check_own_file(name: str, path: str) -> None:
-    """Checks that `owners_only` can open a file; makes it if it is not there.
+    """Checks that `owners_only` can open a file; creates it if it does not exist.
 
     Args:
         name: of the setting or variable that names the file, for the error.
@@ -49,7 +49,7 @@ def check_own_file(name: str, path: str) -> None:
     try:
         os.close(owners_only(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC))
     except OSError as error:
-        way_out = "name a regular file of this user, no link, or a new one in a folder that is there"
+        way_out = "name a regular file of this user, not a link, or a new one in an existing folder"
         raise OSError(f"{name}={path}: {error.strerror}; {way_out}") from error
 
 
@@ -57,7 +57,7 @@ def check_open_files(more: int, who: str) -> None:
     """Checks that this process may open as many files as it is going to.
 
     Args:
-        more: how many, beside those that are open.
+        more: how many, in addition to those already open.
         who: names the process in the error.
 
     Raises:
@@ -72,11 +72,11 @@ def check_open_files(more: int, who: str) -> None:
 
 
 def quiet_torch() -> None:
-    """Has torch's C++ code log errors only, in this process and its forks, unless the user has set its level.
+    """Makes torch's C++ code log only errors, in this process and its forks, unless the user has set a level.
 
-    For each connection that sends nonsense a TCPStore's server else logs a stack trace, which takes 8 ms; no
-    client is answered meanwhile. ``TORCH_CPP_LOG_LEVEL`` itself is read once, when torch is imported, and
-    others inherit it. A build of torch that has another variable stays as it is.
+    Otherwise a TCPStore's server logs a stack trace for each connection that sends garbage. That takes 8 ms,
+    in which it answers no client. ``TORCH_CPP_LOG_LEVEL`` itself is read once, when torch is imported, and
+    child processes inherit it. A build of torch without this C++ variable is left alone.
     """
     if "TORCH_CPP_LOG_LEVEL" not in os.environ:
         with contextlib.suppress(OSError, ValueError):
@@ -84,9 +84,9 @@ def quiet_torch() -> None:
 
 
 def replace_broken_streams() -> None:
-    """Sends stdout and stderr to /dev/null if their reader, of a pipe or a terminal, is gone.
+    """Sends stdout and stderr to /dev/null if nothing reads their pipe or terminal.
 
-    Otherwise each ``print`` raises, in a function that is restarted again and again.
+    Otherwise each ``print`` raises, and the function is restarted repeatedly.
     """
     for name, fd in (("stdout", 1), ("stderr", 2)):
         poll = select.poll()
@@ -99,11 +99,11 @@ def replace_broken_streams() -> None:
 
 
 def raise_file_limit() -> None:
-    """Lets this process open as many files as it may.
+    """Raises this process's limit of open files to its hard limit.
 
-    Each connection to a server is a file, and by default a process may have 1,024 of them. Processes that are
-    forked from this one get the limit back that it had: a program that calls ``select`` relies on getting no
-    descriptor above 1,023. Those that it starts in another way inherit the raised one.
+    Each connection to a server is a file, and the default limit is 1,024. Forked processes get the old limit
+    back: a program that calls ``select`` relies on getting no descriptor above 1,023. Processes started in
+    another way inherit the raised limit.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == hard:
@@ -111,12 +111,12 @@ def raise_file_limit() -> None:
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     except (ValueError, OSError) as error:
-        log.warning("the limit of open files stays at %d: %s", soft, error)
+        log.warning("the limit on open files stays at %d: %s", soft, error)
     else:
         os.register_at_fork(after_in_child=lambda: _lower_file_limit(soft))
 
 
 def _lower_file_limit(soft: int) -> None:
-    """In a process just forked; must not fail."""
+    """Runs in a freshly forked process, and must not fail."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, hard), hard))

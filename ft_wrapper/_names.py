@@ -1,6 +1,6 @@
-"""How the public names of a module are found: at their first use (PEP 562), or by an old name.
+"""Finds the public names of a module at their first use (PEP 562), or by an old name.
 
-An old name works for one release, and warns with the new one.
+An old name works for one release, with a warning that gives the new one.
 """
 
 import ast
@@ -41,14 +41,14 @@ def attach(package: str, folder: str) -> Made:
 
 
 def warn(old: str, new: str, stacklevel: int = 3) -> None:
-    """Warns the caller's caller that a name is another one now."""
+    """Warns the caller's caller that a name has changed."""
     warnings.warn(
         f"{old} is {new} now; the old name goes with the next release", DeprecationWarning, stacklevel
     )
 
 
 def attribute(owner: str, old: str, new: str) -> Any:
-    """A property that gives what a class calls by a new name."""
+    """A property under an old name, for an attribute that has a new one."""
 
     def get(instance: Any) -> Any:
         warn(f"{owner}.{old}", new)
@@ -58,7 +58,7 @@ def attribute(owner: str, old: str, new: str) -> Any:
 
 
 def of_module(module: str, namespace: Mapping[str, Any], names: Mapping[str, str]) -> Callable[[str], Any]:
-    """A module's ``__getattr__``: gives what the module calls by new names.
+    """A module's ``__getattr__`` that resolves old names to new ones.
 
     Args:
         module: its name.
@@ -76,17 +76,17 @@ def of_module(module: str, namespace: Mapping[str, Any], names: Mapping[str, str
 
 
 def take_argument(owner: str, old: str, old_value: Any, new: str, value: Any) -> Any:
-    """An argument that may have come by its old name; None where it has not come.
+    """An argument that may be passed by its old name; None if it is not passed.
 
     Args:
-        owner: what takes it.
+        owner: the class or function that takes it.
         old: its old name.
-        old_value: what has come by that.
+        old_value: the value passed by the old name.
         new: its new name.
-        value: what has come by that.
+        value: the value passed by the new name.
 
     Raises:
-        TypeError: it came by both.
+        TypeError: it was passed by both.
     """
     if old_value is None:
         return value

@@ -1,16 +1,16 @@
-"""Text for people: numbers with their unit; without passwords; cut to fit."""
+"""Text for people: with units, without passwords, cut to fit."""
 
 import re
 from collections.abc import Sequence
 
-#: Bytes of a user's text, at most: in one value of the store, and in one log line.
+#: Most bytes of a user's text in one value of the store, and in one log line.
 IN_STORE, IN_LINE = 16 << 10, 2 << 10
 
 _HIDDEN = "…"
-# Up to the last @: what is taken for a part of the secret by mistake does no harm.
+# Up to the last @: hiding more than the secret does no harm.
 _IN_URL = re.compile(r"""(?<=://)[^\s'"/]+@""")
-# First the part before the last @ of a word, then the user in it. A search from each comma of a text would
-# take time that grows with the square of its length.
+# First the part before the last @ of a word, then the user in it. Searching from each comma of a text would
+# take quadratic time.
 _BEFORE_HOST = re.compile(r"""(?:/|(?<![^\s'"/]))[^\s'"/]*@(?=[^\s'"])""")
 _USER = re.compile(r"(?<![^=,(])[^=,(/:@]+:[^/]+@$")
 _NAMED = re.compile(r"(?i)((?:password|passwd|secret|token|api_?key)=)[^\s&,;'\"]+")
@@ -31,18 +31,18 @@ def without_secrets(text: str) -> str:
 def cut(text: str, most: int) -> str:
     """The beginning of a text, with "…" in place of the rest.
 
-    Lone surrogates, which no store takes, are written as Python writes them in a literal.
+    Lone surrogates, which no store accepts, are escaped as in a Python literal.
 
     Args:
-        text: any text of a user's.
-        most: the bytes that it may have, as UTF-8.
+        text: any text from a user.
+        most: the most bytes that it may have, as UTF-8.
     """
     data = text.encode(errors="backslashreplace")
     return data.decode() if len(data) <= most else data[: most - 3].decode(errors="ignore") + "…"
 
 
 def duration(seconds: float) -> str:
-    """Says how long something took, in the unit that a person would choose.
+    """Describes a duration in the unit that a person would choose.
 
     Args:
         seconds: how long.
@@ -71,12 +71,12 @@ def place(slot: int, rank: int | None, host: str, pid: int = 0) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """A noun, in the plural unless there is one."""
+    """A noun, in the plural unless ``count`` is 1."""
     return noun if count == 1 else noun + "s"
 
 
 def table(rows: Sequence[Sequence[object]], indent: str = "") -> list[str]:
-    """Lines of a table whose columns are aligned; the first row is its head. A dash is nothing.
+    """Lines of a table with aligned columns; the first row is its header. A dash stands for an empty cell.
 
     Args:
         rows: the cells of each.

@@ -1,6 +1,6 @@
-"""Plug-ins that free the function's thread at a restart: they make what it waits for fail.
+"""Plug-ins that free the function's thread at a restart: they make its pending operations fail.
 
-They run in a thread of the wrapper's while the function is still running: in a collective, in
+They run in one of the wrapper's threads while the function is still running: in a collective, in
 ``init_process_group``, in a backward pass, or anywhere else.
 """
 
@@ -36,11 +36,11 @@ Processes: TypeAlias = Iterable["int | psutil.Process"]
 class Abort(PlugIn):
     """Base of the ``abort`` plug-ins of `Wrapper`: frees the function's thread.
 
-    It runs in a thread of the wrapper's, after an iteration has ended and before the function is interrupted,
-    and is given the rank's state in the iteration that is over. It may run again for the same iteration until
-    the function is left. It must not wait for the function or for other ranks. If it raises, the error is
-    logged and the restart goes on. If it has not returned after 5 s, that is logged and the function is
-    interrupted; the restart waits for it, at most until ``hard_timeout`` ends the process.
+    It runs in one of the wrapper's threads, after an iteration has ended and before the function is
+    interrupted, and gets the rank's state in that iteration. It may run again for the same iteration until
+    the rank has left the function. It must not wait for the function or for other ranks. If it raises, the
+    error is logged and the restart goes on. If it has not returned after 5 s, that is logged and the function
+    is interrupted; the restart waits for it until ``hard_timeout`` ends the process.
     """
 
 
@@ -49,30 +49,30 @@ class AbortTorchDistributed(Abort):
 
     It frees collectives, point-to-point operations and barriers of gloo, and of any backend that can abort,
     on any group, even if the peer is alive and hangs. It also frees ``init_process_group`` and ``new_group``
-    while they wait for a peer through the store at ``MASTER_ADDR``:``MASTER_PORT``, and, from its second run
-    in an iteration on, a thread in which NCCL waits for a peer to make a communicator. It shuts down the
-    connections of all gloo groups and those to that store, and calls ``abort`` of all other groups, each in a
-    thread of its own; meanwhile it wakes NCCL's service threads, which would keep an abort waiting for half a
-    second. Other sockets it leaves alone, but for one case: where a thread is still in ``torch.distributed``
-    or in a backward pass, sockets that C++ has had listen at one address since the function was entered, and
-    that no thread polls, are shut down. It does not destroy groups: `release_process_groups` does, once the
-    function is left. Gloo's connections stay open until `close_aborted_sockets`, so that peers do not fail
-    because this rank left: each rank aborts itself.
+    while they wait for a peer through the store at ``MASTER_ADDR``:``MASTER_PORT``. From its second run in an
+    iteration on, it also frees a thread in which NCCL waits for a peer to make a communicator. It shuts down
+    the connections of all gloo groups and those to that store, and calls ``abort`` of all other groups, each
+    in its own thread. Meanwhile it wakes NCCL's service threads, which would delay an abort by half a second.
+    It leaves other sockets alone, with one exception: while a thread is still in ``torch.distributed`` or in
+    a backward pass, it shuts down sockets that C++ code has made listen at one address since the function was
+    entered and that no thread polls. It does not destroy groups: `release_process_groups` does, once the
+    rank has left the function. Gloo's connections stay open until `close_aborted_sockets`, so that peers do
+    not fail because this rank left: each rank aborts itself.
 
     Not freed, until their own timeout or the wrapper's ``hard_timeout``:
 
     - ``recv`` without a source on gloo;
-    - a gloo send larger than the kernel's buffers (megabytes) to a peer that has stopped reading half-way;
-      gloo does not end it when that peer is killed either;
-    - a group that waits for a peer on a store of the user's own;
-    - a store client that cannot reach its server: it tries again by itself;
-    - a send that gloo loses in about one of thousands of aborts during traffic.
+    - a gloo send larger than the kernel's buffers (megabytes) to a peer that has stopped reading halfway;
+      gloo does not end it even when that peer is killed;
+    - a group that waits for a peer on the user's own store;
+    - a store client that cannot reach its server: it retries on its own;
+    - a send that gloo loses, in about one of thousands of aborts during traffic.
 
-    Another call costs little and can help: a group that was being made may have opened connections.
+    A second call costs little and can help: a group that was being made may have opened connections since.
     """
 
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Aborts. Does next to nothing if ``torch.distributed`` is not in use."""
+        """Aborts. Does almost nothing if ``torch.distributed`` is not in use."""
         abort_all()
         return state
 
@@ -80,12 +80,12 @@ class AbortTorchDistributed(Abort):
 class AbortTransformerEngine(Abort):
     """Destroys Transformer Engine's communication buffers ("userbuffers").
 
-    Does nothing if Transformer Engine is not installed, or the function has not imported it.
+    Does nothing if Transformer Engine is not installed, or if the function has not imported it.
     """
 
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Destroys them."""
-        # Importing it here would take seconds of the restart, and what was not imported holds no buffers.
+        """Destroys the buffers."""
+        # Importing it here would add seconds to the restart, and without the import there are no buffers.
         base: Any = sys.modules.get("transformer_engine.pytorch.module.base")
         if base is not None:
             base.destroy_ub()
@@ -98,15 +98,15 @@ class AbortProcesses(Abort):
     Otherwise they would keep working for an iteration that is over: a checkpoint daemon whose group has a
     dead member, a data loader's workers, a process pool that keeps this process from exiting. A hung worker
     delays leaving the function by about 5 s. The processes are not reaped: their parent gets the exit status.
-    This process, its parent and the process of the wrapper's monitor are never ended, even if ``processes``
-    names them.
+    This process, its parent and the wrapper's monitor process are never ended, even if ``processes`` names
+    them.
 
     Args:
         processes: pids or ``psutil.Process``, or a function without arguments that returns them at each
             abort. None: the children started with ``multiprocessing`` since the wrapped call began: data
             loaders' workers, process pools, the daemon of ``torch.distributed.checkpoint``. Children of
             ``subprocess``, ``multiprocessing``'s own helpers and torch's compile workers are not included.
-        keep: called with each process, as ``psutil.Process``. Those for which it returns True are kept.
+        keep: called with each ``psutil.Process``. Processes for which it returns True are kept.
         termination_grace_time: how long to wait after SIGTERM, and again after SIGKILL: a ``timedelta`` or
             seconds.
         find: the old name of ``processes``, for one release.
@@ -147,7 +147,7 @@ class AbortProcesses(Abort):
             TypeError: ``processes`` returned something other than pids and ``psutil.Process``.
         """
         with contextlib.ExitStack() as stack:
-            running: dict[int, psutil.Process] = {}  # by a pidfd: psutil would reap those that it waits for
+            running: dict[int, psutil.Process] = {}  # by pidfd: psutil would reap the processes it waits for
             for process in self._helpers():
                 with contextlib.suppress(ProcessLookupError):
                     pidfd = os.pidfd_open(process.pid)
@@ -157,7 +157,7 @@ class AbortProcesses(Abort):
                 _end(running, signum, self._grace)
         if running:
             pids = ", ".join(str(process.pid) for process in running.values())
-            _logger.warning("processes still not ended: %s", pids)
+            _logger.warning("processes still running: %s", pids)
         return state
 
     def _helpers(self) -> Iterator[psutil.Process]:
@@ -177,27 +177,27 @@ class AbortProcesses(Abort):
 
 
 def _end(running: dict[int, psutil.Process], signum: signal.Signals, seconds: float) -> None:
-    """Sends a signal to processes. Removes those that end in time, and those that cannot get it."""
+    """Sends a signal to processes. Removes those that end in time, and those that cannot be signalled."""
     for pidfd, process in list(running.items()):
         try:
             process.send_signal(signum)
-            process.resume()  # one that is stopped would not act on it
-        except psutil.NoSuchProcess:  # and another one may have its pid
+            process.resume()  # a stopped process would not act on it
+        except psutil.NoSuchProcess:  # and another process may have its pid
             del running[pidfd]
         except psutil.AccessDenied as error:
             _logger.warning("process %d cannot be ended: %s", process.pid, error)
             del running[pidfd]
-    deadline = time.monotonic() + min(seconds, 1e6)  # poll takes some 25 days
+    deadline = time.monotonic() + min(seconds, 1e6)  # poll waits 25 days at most
     while running and (ended := connection.wait(list(running), max(0.0, deadline - time.monotonic()))):
         for pidfd in running.keys() & set(ended):
             del running[pidfd]
 
 
 def may_hang(abort: object) -> bool:
-    """Whether an ``abort`` plug-in may never return, and so needs a thread of its own.
+    """Whether an ``abort`` plug-in may never return, and so needs its own thread.
 
-    To start a thread and wait for it takes each rank some tenths of a millisecond: much, where all that there
-    is to abort are gloo's sockets, or nothing.
+    Starting a thread and waiting for it takes each rank some tenths of a millisecond. That is a lot if there
+    are only gloo sockets to abort, or nothing.
     """
     if isinstance(abort, Compose):
         return any(map(may_hang, abort.parts))
@@ -209,14 +209,14 @@ def may_hang(abort: object) -> bool:
 
 
 def find_children() -> list[psutil.Process]:
-    """Returns this process's children, started with ``multiprocessing``, that are the function's.
+    """Returns the function's child processes, started with ``multiprocessing``.
 
-    Those of `protect_processes` are not, nor torch's compile workers.
+    Excludes the children that `protect_processes` protects, and torch's compile workers.
     """
     protected = {child for _, children in _protected for child in children}
     compiling = _compile_workers()
     found = []
-    # Not this process's children: under the start method "forkserver" these are another process's.
+    # Not psutil's children of this process: with the start method "forkserver" they have another parent.
     for child in multiprocessing.active_children():
         if child not in protected and child.pid not in compiling:
             with contextlib.suppress(psutil.Error):
@@ -236,7 +236,7 @@ def protect_processes(monitor: int) -> Iterator[None]:
     """Keeps `AbortProcesses` from ending the present children, unless its ``processes`` names them.
 
     Args:
-        monitor: the process of the wrapper's monitor: that one not even then.
+        monitor: the wrapper's monitor process, which is protected even then.
     """
     held = monitor, multiprocessing.active_children()
     _protected.append(held)

@@ -50,10 +50,10 @@ class InterruptionRecord:
 def out_of_memory(error: BaseException | None) -> BaseException | None:
     """Torch's ``OutOfMemoryError``, if an exception is one or was raised from one; else None.
 
-    Found by its name, since this module does not import torch.
+    It is found by name, since this module does not import torch.
 
     Args:
-        error: what was raised.
+        error: the exception that was raised.
     """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:

@@ -1,4 +1,4 @@
-"""Plug-ins: what may be one, `Compose` for several in the place of one."""
+"""Plug-ins: their base class and checks, and `Compose`, which combines several into one."""
 
 import abc
 import contextlib
@@ -18,7 +18,7 @@ _CAN_BE_A_BASE = 1 << 10
 
 
 class PlugIn(abc.ABC):
-    """Base of the plug-ins of `Wrapper` that are called with a rank's state; their own bases say when."""
+    """Base of the plug-ins of `Wrapper` that are called with a rank's state; its subclasses say when."""
 
     @abc.abstractmethod
     def __call__(self, state: FrozenState) -> FrozenState:
@@ -35,9 +35,9 @@ class PlugIn(abc.ABC):
 class Compose:
     """Calls several plug-ins, the right-most first: ``Compose(a, b, c)(*x) == a(b(c(*x)))``.
 
-    The right-most part gets all arguments, each other one what the part to its right returned: a tuple as
-    several arguments. A part that takes no arguments gets none, and nor does one behind a call without
-    arguments that returned None.
+    The right-most part gets all arguments. Each other part gets the return value of the part to its right, a
+    tuple as several arguments. A part that takes no arguments gets none, and neither does a part that follows
+    a call without arguments that returned None.
 
     It is an instance of the nearest common base class of its parts, so it can replace any of them::
 
@@ -55,7 +55,7 @@ class Compose:
 
     def __new__(cls, *parts: P) -> P:  # type: ignore[misc]
         """Makes an instance of a class that is a `Compose` and what all parts are."""
-        if cls is not Compose:  # it is copied
+        if cls is not Compose:  # it is being copied
             return object.__new__(cls)  # type: ignore[return-value]
         if not parts:
             raise TypeError("Compose() needs at least one part; pass the plug-ins to call: Compose(a, b)")
@@ -63,12 +63,12 @@ class Compose:
             is_class = isinstance(part, type)
             if is_class or not callable(part):
                 hint = f"an instance: {part.__name__}(...)" if is_class else "a plug-in"
-                raise TypeError(f"part {position} of Compose, {part!r}, is no instance to call; pass {hint}")
+                raise TypeError(f"part {position} of Compose, {part!r}, cannot be called; pass {hint}")
         # Without the ancestor's __init__, whose arguments are its own.
         body = {"__module__": __name__, "__init__": lambda *_: None}
         composed: Any = object.__new__(type("Compose", (Compose, _nearest_common_ancestor(parts)), body))
         composed.parts = parts
-        # Looked at here: it takes longer than many a part, and restarts wait for those.
+        # Inspected here because it takes longer than many parts do, and restarts wait for the parts.
         signatures = map(known_signature, parts[:-1])
         composed._without_arguments = [one is not None and not one.parameters for one in signatures] + [False]
         return composed  # type: ignore[no-any-return]
@@ -90,7 +90,7 @@ class Compose:
             if result is None and any(argument is not None for argument in arguments):
                 warnings.warn(
                     f"{part!r} did not hand its argument on: it returned None; "
-                    "end its __call__ with a return of what it was given",
+                    "end its __call__ by returning its argument",
                     stacklevel=2,
                 )
             if isinstance(result, tuple):
@@ -105,8 +105,8 @@ class Compose:
 
 def _nearest_common_ancestor(parts: tuple[Any, ...]) -> type:
     for ancestor in type(parts[0]).__mro__:
-        # What is nested is a Compose of its own: what it stands for counts. `functools.partial` and the like
-        # are made by C, which must not be left out.
+        # A nested Compose counts as the class that it stands for. `functools.partial` and the like are
+        # excluded: their __new__ is written in C and must be called.
         make: object = ancestor.__new__
         is_made_by_c = make is not object.__new__ and not isinstance(make, types.FunctionType)
         if issubclass(ancestor, Compose) or is_made_by_c or not ancestor.__flags__ & _CAN_BE_A_BASE:
@@ -117,14 +117,14 @@ def _nearest_common_ancestor(parts: tuple[Any, ...]) -> type:
 
 
 def known_signature(function: Callable[..., Any]) -> inspect.Signature | None:
-    """The signature of a function; None if it is not known: it is built in."""
+    """The signature of a function; None if it has none because it is built in."""
     with contextlib.suppress(TypeError, ValueError):
         return inspect.signature(function)
     return None
 
 
 def check_arguments(wrong: str, function: Any, arguments: Iterable[Any], named: Mapping[str, Any]) -> None:
-    """Checks that a function can be called with some arguments, as far as that is known before.
+    """Checks that a function accepts the given arguments, as far as its signature is known.
 
     Raises:
         TypeError: it cannot. The message begins with ``wrong``.
@@ -141,7 +141,7 @@ def check_plug_in(name: str, value: Any, kind: Any) -> Any:
 
     Args:
         name: of the argument of `Wrapper`.
-        value: the plug-in. Each part of a `Compose` must be one. Only the right-most is known to take one
+        value: the plug-in. Each part of a `Compose` must be one. Only the right-most part has to take one
             argument; every other part takes what its neighbour returns.
         kind: the plug-ins' base class.
 

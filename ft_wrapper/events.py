@@ -1,8 +1,8 @@
-"""What happened, as structured records: one JSON line each.
+"""Events as structured records: one JSON line each.
 
-Written when the environment variable ``FT_WRAPPER_EVENTS`` names a file, which all ranks and monitors of
-a host append to. Times of one host may be compared with each other: ``monotonic`` is one clock for all of
-its processes, until the machine is started again (``boot``). Times of two hosts may not.
+They are written if the environment variable ``FT_WRAPPER_EVENTS`` names a file, to which all ranks and
+monitors of a host append. Times of one host can be compared: ``monotonic`` is one clock for all of its
+processes, until the machine reboots (``boot``). Times of two hosts cannot.
 """
 
 import contextlib
@@ -31,17 +31,17 @@ def are_enabled() -> bool:
 
 
 def check_events_file() -> None:
-    """Checks that events can be written, if they are written.
+    """Checks that events can be written, if they are enabled.
 
     Raises:
-        OSError: they cannot; names the variable, and says what to do.
+        OSError: they cannot. The message names the variable, and says what to do.
     """
     if are_enabled():
         check_own_file(ENV, os.environ[ENV])
 
 
 def started() -> float:
-    """When this process began, on the clock of ``monotonic``; to a hundredth of a second."""
+    """When this process began, on the ``monotonic`` clock; to a hundredth of a second."""
     with open("/proc/self/stat", encoding="utf-8", errors="replace") as file:
         ticks = int(file.read().rpartition(")")[2].split()[19])
     since_boot = time.clock_gettime(time.CLOCK_BOOTTIME)  # goes on while the machine is suspended
@@ -50,16 +50,16 @@ def started() -> float:
 
 @functools.cache
 def _boot() -> str:
-    """Tells apart the starts of a machine, and machines of one name: each start has a clock of its own."""
+    """Distinguishes the boots of a machine, and machines of the same name: each boot has its own clock."""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return file.read(8)
     return ""
 
 
 def emit(event: str, **fields: Any) -> None:
-    """Appends one record to the events file, if there is one; its owner alone may read it.
+    """Appends one record to the events file, if there is one. Only its owner may read it.
 
-    If the file cannot be written, when the disk is full say, that is one line in the log and no error.
+    If the file cannot be written, for example because the disk is full, that is logged once and not raised.
 
     Args:
         event: what happened, one word: ``fault``, ``end``, ``abort``, ``arrive``, ``enter``, ``done`` …
@@ -79,7 +79,7 @@ def emit(event: str, **fields: Any) -> None:
         "time": time.time(),
     }
     try:
-        # One write, whatever its length, to a file opened for appending is not torn between processes.
+        # A single write of any length to a file opened for appending does not mix with other processes'.
         with open(path, "ab", buffering=0, opener=owners_only) as file:
             file.write(f"{json.dumps(record)}\n".encode())
     except OSError as error:
@@ -92,7 +92,7 @@ def _report(path: str, trouble: str) -> None:
 
 
 def load(path: str) -> list[Record]:
-    """Reads an events file, in the order of writing. Lines that are no record are left out, with a warning.
+    """Reads an events file, in the order of writing. Damaged lines are skipped, with a warning.
 
     Args:
         path: the file.
@@ -104,9 +104,9 @@ def load(path: str) -> list[Record]:
 
 
 def read_lines(path: str) -> Iterator[Record | ValueError]:
-    """Each line of an events file: its record, or why it has none. A field that is None is left out.
+    """Each line of an events file: its record, or why it has none. Fields that are None are left out.
 
-    A crash or a full disk may have cut a line short, and a file may have lines that no process of ours wrote.
+    A crash or a full disk may have cut a line short, and other programs may have written to the file.
 
     Args:
         path: the file.
@@ -117,7 +117,7 @@ def read_lines(path: str) -> Iterator[Record | ValueError]:
                 found = {name: value for name, value in json.loads(line).items() if value is not None}
                 found["event"].encode()
                 yield found
-            except (ValueError, AttributeError, KeyError, RecursionError):  # the last for what is too deep
+            except (ValueError, AttributeError, KeyError, RecursionError):  # the last if nested too deeply
                 yield ValueError(f"{path}:{number}: no JSON record of an event")
 
 

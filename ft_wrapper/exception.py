@@ -1,4 +1,4 @@
-"""Every error that a user can meet."""
+"""Every error that a user can see."""
 
 from ._text import IN_LINE, IN_STORE, cut, without_secrets
 
@@ -15,97 +15,97 @@ class RestartAbort(BaseException):
 
 
 class JobAbort(RestartAbort):
-    """Ends the wrapped call on all ranks: what is wrong would come again in each iteration.
+    """Ends the wrapped call on all ranks: the error would recur in each iteration.
 
-    To be raised in the function or in ``initialize``. The ranks agree on it, so that none goes on alone, even
-    if only one has seen the error. The others leave with `JobEnded`.
+    Raise it in the function or in ``initialize``. The ranks agree on it, so that none goes on alone, even if
+    only one has seen the error. The other ranks leave with `JobEnded`.
     """
 
 
 class _QuietExit(RestartAbort, SystemExit):
-    """Ends a process that lets it pass with exit code 1, without a traceback."""
+    """Ends a process that does not catch it with exit code 1, without a traceback."""
 
     def __init__(self, why: str) -> None:
         super().__init__(why)
-        self.code = 1  # not the text, which would be printed by every rank
+        self.code = 1  # not the text, which every rank would print
 
 
 class JobEnded(_QuietExit):
-    """Ends the wrapped call on the ranks beside the one whose error ends the job.
+    """Ends the wrapped call on every rank except the one whose error ends the job.
 
-    That is a `JobAbort`, or the same fault too often: see ``max_same_faults``.
+    That error is a `JobAbort`, or the same fault too often: see ``max_same_faults``.
 
-    A ``SystemExit`` too: a process that lets it pass exits with 1 and without a traceback, so that the error
-    that counts stands alone.
+    Also a ``SystemExit``: a process that does not catch it exits with 1 and without a traceback, so that only
+    the error that matters is printed.
     """
 
 
 class RankDrained(RestartAbort, SystemExit):
     """Ends the wrapped call on a rank that was asked to leave, by ``ftrun drain`` for instance.
 
-    The others go on without it. It is raised where the rank tells that a step begins (`CallWrapper.step`,
-    `LiveState.steps`), so that no step is cut short, or once the iteration has ended.
+    The other ranks go on without it. It is raised where the rank reports that a step begins
+    (`CallWrapper.step`, `LiveState.steps`), so that no step is cut short, or once the iteration has ended.
 
-    A ``SystemExit`` too: a process that lets it pass exits with 0, and is not started again.
+    Also a ``SystemExit``: a process that does not catch it exits with 0, and is not restarted.
     """
 
     def __init__(self) -> None:
-        super().__init__("this rank was drained: the others go on without it")
+        super().__init__("this rank was drained: the other ranks go on without it")
         self.code = 0
 
 
 class RankExcluded(_QuietExit):
-    """Ends the wrapped call on a rank whose slot or host has caused too many faults; the others go on.
+    """Ends the wrapped call on a rank whose slot or host has caused too many faults; the other ranks go on.
 
-    See ``max_faults``. A ``SystemExit`` too: a process that lets it pass exits with 1 and without a
-    traceback, and is not started again.
+    See ``max_faults``. Also a ``SystemExit``: a process that does not catch it exits with 1 and without a
+    traceback, and is not restarted.
     """
 
 
 class RankShouldRestart(BaseException):
     """Raised inside the wrapped function to make it leave: the iteration is over.
 
-    A ``BaseException``, so that an ``except Exception`` in training code does not swallow it. Let it
-    pass; it never leaves the wrapped call. A function that raises it itself restarts all ranks, as with an
+    A ``BaseException``, so that an ``except Exception`` in training code does not swallow it. Do not catch
+    it: it never leaves the wrapped call. A function that raises it itself restarts all ranks, as with an
     ``Exception``.
     """
 
 
 class HealthCheckError(RestartError):
-    """A health check failed: this rank leaves the job, the others go on."""
+    """A health check failed: this rank leaves the job, and the other ranks go on."""
 
 
 class InternalError(RestartError):
-    """Something that must hold does not: a defect in the wrapper or in a plug-in."""
+    """An invariant does not hold: the wrapper or a plug-in has a bug."""
 
 
 class RestartTimeout(RestartError, TimeoutError):
-    """A wait of the wrapper took longer than its timeout. The message says who was missing."""
+    """The wrapper waited longer than a timeout. The message says which ranks were missing."""
 
 
 class RankDiscarded(RestartError):
-    """This rank has no part in the job any more: there is no place for it, or the others go on without it."""
+    """This rank is no longer in the job: it has no place there, or the other ranks went on without it."""
 
 
 class StoreError(RestartError):
-    """The store that the ranks agree on failed. The message names its endpoint and the operation."""
+    """The coordination store failed. The message names its endpoint and the operation."""
 
 
 class StoreUnavailable(StoreError):
-    """The store does not answer at this time, but may again: it is kept on several machines."""
+    """The store is not answering, but may recover: it runs on several machines."""
 
 
 def in_one_line(error: BaseException) -> str:
-    """Says what was raised: the kind and the first line of the message, as a traceback's last line has it.
+    """Describes an exception by its kind and the first line of its message, as a traceback's last line does.
 
-    Cut to fit a log line. Without secrets: it goes into the store, from where others read and
-    show it.
+    It is cut to fit a log line, and contains no secrets, since it goes into the store and other ranks show
+    it.
 
-    ``traceback.format_exception_only`` says the same, with more lines, and takes twenty times as long; the
-    others wait for this.
+    ``traceback.format_exception_only`` gives the same with more lines, and takes twenty times as long; the
+    other ranks wait for this.
 
     Args:
-        error: what was raised.
+        error: the exception.
     """
     kind = type(error)
     module = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}."
@@ -118,4 +118,4 @@ def in_one_line(error: BaseException) -> str:
 
 
 TimeoutError = RestartTimeout
-"""The name that nvidia-resiliency-ext has for it."""
+"""Its name in nvidia-resiliency-ext."""

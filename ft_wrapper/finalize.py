@@ -16,17 +16,17 @@ from .torch_groups.device import cuda_device
 class Finalize(PlugIn):
     """Base of the ``finalize`` plug-ins of `Wrapper`: prepares the process for the next iteration.
 
-    It runs after a fault, between the function and the health check, and is given the rank's state in the
-    iteration that is over. Use it to drop global state and to wait for what the function has started. If it
-    raises, this rank ends with that error; the others go on.
+    It runs after a fault, between the function and the health check, and gets the rank's state in the
+    iteration that has ended. Use it to drop global state and to wait for work that the function has started.
+    If it raises, this rank ends with that error, and the other ranks go on.
     """
 
 
 class ThreadedFinalize(Finalize):
-    """Calls a function in a thread, with a timeout: if it hangs, this rank ends, and the others go on.
+    """Calls a function in a thread, with a timeout: if it hangs, this rank ends, and the other ranks go on.
 
-    If the process uses a GPU, the thread uses the same: the one that ``LOCAL_RANK`` names, else the current
-    one. Errors of the function are raised; its result is dropped.
+    If the process uses a GPU, the thread uses the same one: the GPU that ``LOCAL_RANK`` names, else the
+    current one. Errors of the function are raised; its result is dropped.
 
     Args:
         timeout: how long it may take: a ``timedelta`` or seconds.

@@ -26,10 +26,10 @@ _TIMEOUT = timedelta(seconds=30)
 class HealthCheck(PlugIn):
     """Base of the ``health_check`` plug-ins of `Wrapper`: decides whether this rank can go on.
 
-    It runs before each iteration, and after a fault, following ``finalize``. It checks this rank only: others
-    may be gone, or still in the function. If it raises after a fault, or on a spare, this rank ends with
-    `HealthCheckError` and the others go on. If it raises on an active rank before the function, that is a
-    fault, and it runs again after it. It is given the rank's state in the iteration that is over.
+    It runs before each iteration, and after a fault, following ``finalize``. It checks only this rank: others
+    may be lost, or still in the function. If it raises after a fault, or on a spare, this rank ends with
+    `HealthCheckError` and the other ranks go on. If it raises on an active rank before the function, that is
+    a fault, and it runs again after that. It gets the rank's state in the iteration that has ended.
     """
 
 
@@ -37,7 +37,7 @@ class _OfGpu(HealthCheck):
     """Checks the GPU of this process, in a thread and with a timeout.
 
     Args:
-        timeout: how long that may take: a ``timedelta`` or seconds.
+        timeout: how long the check may take: a ``timedelta`` or seconds.
     """
 
     def __init__(self, timeout: timedelta | float = _TIMEOUT) -> None:
@@ -79,7 +79,7 @@ class CudaHealthCheck(_OfGpu):
         try:
             torch.cuda.synchronize(device)
         except RuntimeError as ex:
-            # May come from an aborted kernel. A context that is broken says so again.
+            # This may come from an aborted kernel. A broken context raises again below.
             _logger.warning("%s: GPU %s: %s", who, device, ex)
         torch.cuda.synchronize(device)
 
@@ -119,7 +119,7 @@ class GpuHealthCheck(_OfGpu):
 
 
 def _problems(nvml: Any, handle: Any) -> Iterator[str]:
-    """What the driver says against a GPU. What it or the package does not know is left out."""
+    """Problems that the driver reports for a GPU, as far as the driver and the package support them."""
     field = getattr(nvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", None)
     if field is not None:
         (value,) = nvml.nvmlDeviceGetFieldValues(handle, [field])
@@ -137,7 +137,7 @@ class FaultCounterExceeded(RestartError):
 
 
 class FaultCounter(HealthCheck):
-    """Ends a rank whose function fails repeatedly while that of its peers does not.
+    """Ends a rank whose function fails repeatedly while its peers' functions do not.
 
     It counts the iterations in which the function raised an ``Exception`` on this rank, in this process.
 

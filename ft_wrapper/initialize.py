@@ -9,7 +9,7 @@ from .state import FrozenState
 class Initialize(PlugIn):
     """Base of the ``initialize`` plug-ins of `Wrapper`: runs at the start of every iteration.
 
-    It runs on every rank, hot spares included, and is given the state in the iteration that begins.
+    It runs on every rank, hot spares included, and gets the rank's state in the iteration that begins.
     An ``Exception`` restarts all ranks; a ``BaseException`` ends the call on this rank.
     """
 
@@ -25,7 +25,7 @@ class RetryController(Initialize):
 
     Raises:
         TypeError: an argument is no int.
-        ValueError: ``max_iterations`` is below 1, or another one below 0.
+        ValueError: ``max_iterations`` is below 1, or another argument is below 0.
     """
 
     def __init__(
@@ -44,8 +44,7 @@ class RetryController(Initialize):
         reasons = []
         if self.max_iterations is not None and state.iteration >= self.max_iterations:
             reasons.append(
-                f"iteration {state.iteration} (they count from 0) is beyond "
-                f"max_iterations={self.max_iterations}"
+                f"iteration {state.iteration} (counted from 0) is beyond max_iterations={self.max_iterations}"
             )
         if state.world_size < self.min_world_size:
             reasons.append(f"world size {state.world_size} is below min_world_size={self.min_world_size}")

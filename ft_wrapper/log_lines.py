@@ -1,4 +1,4 @@
-"""How log lines look where the program has not set up logging: a line of text, or a JSON object."""
+"""The format of log lines if the program has not set up logging: a line of text, or a JSON object."""
 
 import datetime
 import json
@@ -12,7 +12,7 @@ from typing import Any
 from ._text import without_secrets
 
 NAME = __name__.partition(".")[0]
-#: Says how the lines of a process look: ``text`` or ``json``. ``ftrun --log-format`` sets it for its ranks.
+#: The format of a process's log lines: ``text`` or ``json``. ``ftrun --log-format`` sets it for its ranks.
 FORMAT_ENV = "FT_WRAPPER_LOG_FORMAT"
 TEXT = "text"
 JSON = "json"
@@ -24,16 +24,16 @@ _format: str | None = None
 
 
 def note_node(number: int) -> None:
-    """Sets the node rank in the lines of this process, if the environment does not."""
+    """Sets the node rank in the log lines of this process."""
     global _node
     _node = number
 
 
 def begin_rank(slot: int) -> None:
-    """Has this process, a rank, show its lines unless the program does; called with each wrapped call.
+    """Makes this rank show its log lines unless the program does; called at each wrapped call.
 
     Args:
-        slot: its rank at the job's start, for the lines.
+        slot: its rank at the job's start, for the log lines.
     """
     global _slot
     _slot = slot
@@ -41,19 +41,19 @@ def begin_rank(slot: int) -> None:
 
 
 def choose_format(form: str) -> None:
-    """Sets how the lines of this process look, whatever the environment says: ``text`` or ``json``."""
+    """Sets the format of this process's log lines, ``text`` or ``json``, over the environment's."""
     global _format
     _format = form
 
 
 def chosen_format() -> str:
-    """How the lines of this process look: what was set, else what the environment says, else ``text``."""
+    """The format of this process's log lines: the one set, else the environment's, else ``text``."""
     said = _format or os.environ.get(FORMAT_ENV, TEXT)
     return said if said in FORMATS else TEXT
 
 
 def make_formatter(program: str | None = None) -> logging.Formatter:
-    """What formats the lines of this process.
+    """Makes the formatter for the log lines of this process.
 
     Args:
         program: put in front of the message of a line of text; None for a rank.
@@ -64,7 +64,7 @@ def make_formatter(program: str | None = None) -> logging.Formatter:
 class LineFormatter(logging.Formatter):
     """Formats as torch and glog do, and adds the place: ``W1123 03:04:05.678 [0/2] restart 1: …``.
 
-    The letter is the level's; the digits are month, day and time. The place is the node, and the rank in it.
+    The letter is the level; the digits are month, day and time. The place is the node and the rank.
 
     Args:
         program: put in front of the message; None for a rank, which has its number in the place.
@@ -89,11 +89,11 @@ class LineFormatter(logging.Formatter):
 class JsonFormatter(LineFormatter):
     """Formats a line as a JSON object: time, level, logger, node, rank, slot, message, exception.
 
-    The time is UTC. Fields that a line has nothing for are left out: the rank of a spare, the slot before the
-    wrapped call, the exception, which is a traceback.
+    The time is UTC. Empty fields are left out: the rank of a spare, the slot before the wrapped call, the
+    exception (a traceback) if there is none.
 
     Args:
-        program: None for a rank; the lines of others have no rank.
+        program: None for a rank; the lines of other processes have no rank.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -115,11 +115,11 @@ class JsonFormatter(LineFormatter):
 
 
 class StandardHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to what a standard stream is at the moment, not to what it was at import.
+    """Writes to a standard stream as it is now, not as it was at import.
 
     Args:
         name: ``stdout`` or ``stderr``.
-        level: of the least lines that it writes.
+        level: the lowest level that it writes.
     """
 
     def __init__(self, name: str, level: int) -> None:
@@ -133,13 +133,13 @@ class StandardHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 class DefaultHandler(StandardHandler):
-    """Writes to stderr what Python writes there if the program has not set up logging, with time and place.
+    """Writes to stderr what Python would without logging set up, and adds time and place.
 
-    It is silent as soon as the program has handlers of its own, for all loggers or for this package's.
+    It is silent as soon as the program has its own handlers, for all loggers or for this package's.
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        """Formats a line, as the environment says at the moment."""
+        """Formats a line in the format that is set now."""
         return make_formatter().format(record)
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -155,7 +155,7 @@ def install() -> None:
         return
     logger.addHandler(DefaultHandler("stderr", logging.WARNING))
     if os.environ.get(FORMAT_ENV, TEXT) not in FORMATS:
-        words = "%s=%s: use text or json; the lines are text"
+        words = "%s=%s: use text or json; log lines are text"
         logger.warning(words, FORMAT_ENV, os.environ[FORMAT_ENV])
 
 

@@ -25,7 +25,7 @@ _logger.propagate = False  # the same line again, through the root logger, would
 
 
 class _Announcement:
-    """Writes a state, and within it perhaps a stage, on one rank.
+    """Writes a state, with its stage if it has one, on one rank.
 
     Args:
         special_rank: the initial rank that writes the line.
@@ -57,7 +57,7 @@ class _Announcement:
 
 
 class NestedRestarterHandlingCompleted(_Announcement, initialize.Initialize):
-    """Says ``initialize`` the first time, then ``handling``, stage ``completed``: a restart is done.
+    """Reports ``initialize`` the first time, then ``handling``, stage ``completed``: a restart is done.
 
     Args:
         special_rank: the initial rank that writes the line.
@@ -72,7 +72,7 @@ class NestedRestarterHandlingCompleted(_Announcement, initialize.Initialize):
 
 
 class NestedRestarterHandlingStarting(_Announcement, abort.Abort):
-    """Says ``handling``, stage ``starting``: a restart begins.
+    """Reports ``handling``, stage ``starting``: a restart begins.
 
     Args:
         special_rank: the initial rank that writes the line.
@@ -83,7 +83,7 @@ class NestedRestarterHandlingStarting(_Announcement, abort.Abort):
 
 
 class NestedRestarterFinalized(_Announcement, completion.Completion):
-    """Says ``finalized``: the wrapped call is done.
+    """Reports ``finalized``: the wrapped call is done.
 
     Args:
         special_rank: the initial rank that writes the line.
@@ -93,7 +93,7 @@ class NestedRestarterFinalized(_Announcement, completion.Completion):
 
 
 class NestedRestarterAborted(_Announcement, terminate.Terminate):
-    """Says ``aborted``: this rank leaves before the call is done.
+    """Reports ``aborted``: this rank leaves before the call is done.
 
     Args:
         special_rank: the initial rank that writes the line.

@@ -1,11 +1,11 @@
 """``ftrun``: runs a job, on one node or as one of several.
 
-It starts the ranks of this node and hosts the store that they agree on, outside of them, so that any rank may
-die. A dead rank of a wrapped job is replaced alone, and joins the others, which go on in their processes. A
-script that uses no wrapper is ended, or restarted, as a whole. Options have torchrun's names and meanings.
+It starts the ranks of this node and hosts their coordination store outside of them, so that any rank may die.
+In a wrapped job only the dead rank is replaced. It joins the others, which go on in their processes. A script
+without a wrapper is ended, or restarted, as a whole. Options have torchrun's names and meanings.
 
-``ftrun status`` and ``ftrun report`` tell how a job stands, and what its restarts took; ``ftrun drain``,
-``ftrun restart`` and ``ftrun stop`` control a running one.
+``ftrun status`` and ``ftrun report`` show the state of a job, and how long its restarts took; ``ftrun
+drain``, ``ftrun restart`` and ``ftrun stop`` control a running job.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
-"""What users pass: how arguments are checked, and the wrapper's numbers and switches.
+"""Arguments that users pass: their checks, and the wrapper's numbers and switches.
 
-A field of `MainLimits` is an argument of `Wrapper`, and a field of `RareLimits` one of `Limits`. Each is
-checked, known to the monitor, and compared between the ranks if it says so.
+A field of `MainLimits` is an argument of `Wrapper`, and a field of `RareLimits` is one of `Limits`. Each is
+checked, sent to the monitor, and compared between the ranks if it is marked as shared.
 
 Plug-ins and the store are in `ft_wrapper.restart.settings`.
 """
@@ -15,17 +15,17 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, dataclass_transform
 
-#: Seconds that any wait may last: Python's and the kernel's waits raise an error for much more.
+#: Most seconds that a wait may last: Python's and the kernel's waits raise an error for much more.
 LONGEST = 2**31 - 1
 
 
 class OnJoin(enum.StrEnum):
-    """What a process causes that joins a running job."""
+    """What happens when a process joins a running job."""
 
     NEXT = "next"
     """It waits for the next restart."""
     DEGRADED = "degraded"
-    """It ends the iteration if fewer ranks are active than there were."""
+    """It ends the iteration if fewer ranks are active than before."""
     NOW = "now"
     """It ends the iteration."""
 
@@ -41,10 +41,10 @@ def check_kind(name: str, value: Any, kind: Any, words: str, *, but: Any = ()) -
         value: what was passed.
         kind: what ``isinstance`` takes.
         words: what it must be, for the error.
-        but: kinds that it must not be.
+        but: types that it must not have.
 
     Raises:
-        TypeError: it is of another kind.
+        TypeError: it has another type.
     """
     if not isinstance(value, kind) or isinstance(value, but):
         raise TypeError(f"{name}={value!r} must be {words}, not {type(value).__name__}")
@@ -58,7 +58,7 @@ def as_int(name: str, value: Any, at_least: int) -> int:
         TypeError: it is no whole number.
         ValueError: it is less than ``at_least``.
     """
-    with contextlib.suppress(TypeError):  # a tensor, say, may have no index, though its class has the method
+    with contextlib.suppress(TypeError):  # a tensor may have no index, though its class has the method
         value = value if isinstance(value, bool) else operator.index(value)
     number: int = check_kind(name, value, int, "an int", but=bool)
     if number < at_least:
@@ -72,11 +72,11 @@ def as_limit(name: str, value: Any, at_least: int) -> int | None:
 
 
 def as_seconds(name: str, value: Any, *, from_zero: bool = False) -> float:
-    """Returns the seconds of a duration, given as ``timedelta`` or in seconds.
+    """Returns a duration, given as ``timedelta`` or in seconds, in seconds.
 
     Raises:
         TypeError: it is no duration.
-        ValueError: it is not finite, negative, or 0 where that is not allowed.
+        ValueError: it is infinite, negative, or 0 where that is not allowed.
     """
     words = "a timedelta or a number of seconds"
     check_kind(name, value, timedelta | int | float, words, but=bool)
@@ -93,7 +93,7 @@ def as_timeout(name: str, value: Any) -> timedelta:
 
 
 def check_callable(name: str, value: Any, example: str) -> None:
-    """Raises TypeError unless the argument can be called; ``example`` shows a right one."""
+    """Raises TypeError unless the argument can be called; ``example`` shows a valid one."""
     check_kind(name, value, Callable, f"callable, such as {example}")
 
 
@@ -120,13 +120,13 @@ def _as_on_join(name: str, value: object) -> OnJoin:
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What is known of a dataclass's field that a user may set.
+    """Describes a dataclass field that a user may set.
 
     Args:
-        check: given the field's name and what a user passed; returns what is kept, or raises.
+        check: takes the field's name and the user's value; returns the value to keep, or raises.
         is_shared: whether it must be the same on all ranks.
-        is_duration: whether it is kept in seconds; users may pass a ``timedelta``, too.
-        shorter_than: durations that it has to be shorter than.
+        is_duration: whether it is kept in seconds; users may also pass a ``timedelta``.
+        shorter_than: durations that it must be shorter than.
     """
 
     check: Callable[[str, Any], Any]
@@ -141,7 +141,7 @@ Held = TypeVar("Held")
 if TYPE_CHECKING:
 
     class _Takes(Generic[Given, Held]):
-        """How type checkers see a field that users may give in another way than it is kept."""
+        """How type checkers see a field whose stored type differs from the type that users pass."""
 
         def __get__(self, instance: object, owner: object = None) -> Held: ...
         def __set__(self, instance: object, value: Given) -> None: ...
@@ -154,7 +154,7 @@ else:
 
 @dataclass_transform(kw_only_default=True, field_specifiers=(dataclasses.field,))
 def settings(fields: type[Held]) -> type[Held]:
-    """Makes a frozen dataclass; not frozen for type checkers, or they would see what is given on reading."""
+    """Makes a frozen dataclass. For type checkers it isn't, or they would show the passed type on reading."""
     return dataclasses.dataclass(frozen=True, kw_only=True)(fields)
 
 
@@ -224,21 +224,21 @@ class RareLimits(Checked):
 
 @settings
 class AllLimits(MainLimits, RareLimits):
-    """What the monitor and the protocol have to know of one call. Plain data that goes through JSON.
+    """What the monitor and the protocol need to know about one call. Plain data, sent as JSON.
 
     Args:
-        replaced: whether an agent starts another process in place of this one. The agent says so.
+        replaced: whether an agent replaces this process if it dies. The agent sets this.
     """
 
     replaced: bool = False
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "AllLimits":
-        """Reads what ``dataclasses.asdict`` made, and JSON has carried.
+        """Reads the output of ``dataclasses.asdict`` back from JSON.
 
         Raises:
-            TypeError: fields are missing, or are not known.
-            ValueError: one has a value that it cannot have.
+            TypeError: fields are missing or unknown.
+            ValueError: a field has an invalid value.
         """
         known = {one.name for one in dataclasses.fields(cls)}
         if fields.keys() != known:
@@ -247,6 +247,6 @@ class AllLimits(MainLimits, RareLimits):
 
     @property
     def shared(self) -> dict[str, object]:
-        """What must be the same on all ranks, as JSON has it."""
+        """The settings that must be the same on all ranks, as JSON values."""
         values = {name: getattr(self, name) for name, known in about(AllLimits).items() if known.is_shared}
         return {name: value.value if isinstance(value, OnJoin) else value for name, value in values.items()}

@@ -1,4 +1,4 @@
-"""The state of a rank: its places in the world, its iteration."""
+"""The state of a rank: its place among the others, its iteration."""
 
 import dataclasses
 import enum
@@ -9,18 +9,18 @@ from typing import Protocol
 
 from .settings import AllLimits
 
-#: How many ranks the job began with, where WORLD_SIZE is more.
+#: How many ranks the job began with, if WORLD_SIZE is more.
 FORMATION_SIZE_ENV = "FT_WRAPPER_FORMATION_SIZE"
-#: How many ranks are to be active, as ``ftrun`` was told.
+#: How many ranks should be active, from the options of ``ftrun``.
 ACTIVE_WORLD_SIZE_ENV = "FT_WRAPPER_ACTIVE_WORLD_SIZE"
-#: The most that WORLD_SIZE may say: the ranks of a job are listed in each of its processes.
+#: The largest WORLD_SIZE: each process of a job lists all of its ranks.
 MOST_RANKS = 1 << 20
 _TIMEOUT = timedelta(seconds=AllLimits.barrier_timeout)
 _LAUNCH = "start the script with ftrun or torchrun, which set both"
 
 
 class GlobalIterations(Protocol):
-    """What a `State` asks of a store: see `ft_wrapper.protocol.by_hand`."""
+    """What a `State` needs from a store: see `ft_wrapper.protocol.by_hand`."""
 
     def handle_rank_restart(self, world_size: int, timeout: timedelta, *, rank: int | None = None) -> int:
         """Joins the job; returns the number of the iteration that this process is in."""
@@ -39,7 +39,7 @@ class Mode(enum.Enum):
     ACTIVE = enum.auto()
     """Calls the wrapped function."""
     INACTIVE = enum.auto()
-    """Waits as hot spare."""
+    """Waits as a hot spare."""
     TERMINATED = enum.auto()
     """Has left the job."""
 
@@ -63,7 +63,7 @@ class State:
         iteration: number of the restart iteration, as the user sees it.
         mode: what the rank does in the iteration.
         fn_exception: what the function raised on this rank in the iteration that ended, or None.
-        use_global_iteration: whether ``iteration`` is unique for the whole life of the store.
+        use_global_iteration: whether ``iteration`` is unique over the store's lifetime.
     """
 
     rank: int | None
@@ -88,11 +88,11 @@ class State:
         """Reads ``RANK`` and ``WORLD_SIZE``; 0 and 1 where neither is set.
 
         Raises:
-            ValueError: only one of them is set, one is no integer, or the rank is out of range.
+            ValueError: only one of them is set, one is not an integer, or the rank is out of range.
         """
         missing = [name for name in ("RANK", "WORLD_SIZE") if name not in os.environ]
         if len(missing) == 1:
-            raise ValueError(f"variable {missing[0]} is not set, though its companion is; {_LAUNCH}")
+            raise ValueError(f"variable {missing[0]} is not set, but its counterpart is; {_LAUNCH}")
         world_size = int_from_env("WORLD_SIZE", 1, MOST_RANKS, _LAUNCH) or 1
         why = f"because WORLD_SIZE={world_size}; {_LAUNCH}"
         return cls(rank=int_from_env("RANK", 0, world_size - 1, why) or 0, world_size=world_size)
@@ -109,25 +109,25 @@ class State:
         timeout: timedelta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Goes on to the next iteration number and forgets the last exception.
+        """Advances to the next iteration number and clears the last exception.
 
-        With ``use_global_iteration`` the number is the one that all ranks agree on, once they have left the
-        iteration. Otherwise it is one more. In a wrapped function the wrapper does this.
+        With ``use_global_iteration`` all ranks agree on the number, once they have left the iteration.
+        Otherwise it is one more. In a wrapped function the wrapper does this.
 
         Args:
             store: where the ranks agree; the client that `sync_with_global_iteration` was called with.
             world_size: number of ranks at the start of the job; ``initial_world_size`` when None.
-            timeout: how long to wait for ranks that live but do not come; two minutes when None.
-            is_coordinator: handed on to the store.
+            timeout: how long to wait for ranks that are alive but do not arrive; two minutes when None.
+            is_coordinator: passed on to the store.
 
         Raises:
-            ValueError: ``use_global_iteration`` without a store. A number counted here might be given twice.
-            RestartError: the ranks went on without this one, or did not agree. The state stays as it was.
+            ValueError: ``use_global_iteration`` without a store. A number counted here might not be unique.
+            RestartError: the ranks went on without this one, or did not agree. The state is unchanged.
         """
         if not self.use_global_iteration:
             self.iteration += 1
         elif store is None:
-            raise ValueError("use_global_iteration=True needs store=: ranks agree there on the next number")
+            raise ValueError("use_global_iteration=True needs store=, where ranks agree on the next number")
         else:
             size = world_size or self.initial_world_size or self.world_size
             timeout = _TIMEOUT if timeout is None else timeout
@@ -139,15 +139,15 @@ class State:
     def sync_with_global_iteration(self, store: "GlobalIterations", timeout: timedelta | None = None) -> None:
         """Takes the number of the iteration that all ranks are in.
 
-        Joins the job first, if this process has not done so with this client: as a new process in its rank's
-        place. Does nothing without ``use_global_iteration``. In a wrapped function the wrapper does this.
+        If this process has not joined the job with this client, it first does so, as the new process of its
+        rank. Does nothing without ``use_global_iteration``. In a wrapped function the wrapper does this.
 
         Args:
             store: where the ranks agree.
-            timeout: how long to wait for the others; two minutes when None.
+            timeout: how long to wait for the other ranks; two minutes when None.
 
         Raises:
-            RestartError: the job cannot be joined. The state stays as it was.
+            RestartError: the job cannot be joined. The state is unchanged.
         """
         if self.use_global_iteration:
             size = self.initial_world_size or self.world_size
@@ -198,17 +198,17 @@ def int_from_env(name: str, least: int, most: int, way_out: str) -> int | None:
         name: of the variable.
         least: the least that it may be.
         most: the most.
-        way_out: for the error: who sets it, or why there are these limits.
+        way_out: for the error: what sets it, or why it has these limits.
 
     Raises:
-        ValueError: it is no number, or beyond the limits.
+        ValueError: it is not a number, or is out of range.
     """
     text = os.environ.get(name)
     if text is None:
         return None
     try:
         number = int(text)
-    except ValueError:  # for too many digits, too
+    except ValueError:  # also for too many digits
         number = least - 1
     if not least <= number <= most:
         raise ValueError(
@@ -218,24 +218,24 @@ def int_from_env(name: str, least: int, most: int, way_out: str) -> int | None:
 
 
 def formation_size(world_size: int) -> int:
-    """The number of ranks that the job begins with: its slots are 0 to one less.
+    """The number of ranks that the job begins with. Its slots count from 0.
 
     Args:
-        world_size: WORLD_SIZE. It counts unless FT_WRAPPER_FORMATION_SIZE is set, which says how many of them
-            the job began with.
+        world_size: WORLD_SIZE. FT_WRAPPER_FORMATION_SIZE takes precedence if set: the number of these ranks
+            that the job began with.
 
     Raises:
-        ValueError: FT_WRAPPER_FORMATION_SIZE is no number from 1 to ``world_size``.
+        ValueError: FT_WRAPPER_FORMATION_SIZE is not a number from 1 to ``world_size``.
     """
     why = f"because WORLD_SIZE={world_size}: the number of ranks that the job began with; remove it otherwise"
     return int_from_env(FORMATION_SIZE_ENV, 1, world_size, why) or world_size
 
 
 def launched_active_world_size() -> int | None:
-    """How many ranks are to be active as far as ``ftrun`` knows.
+    """How many ranks should be active according to ``ftrun``; None if it does not say.
 
     Raises:
-        ValueError: the variable is no number of at least 1.
+        ValueError: the variable is not a number of at least 1.
     """
     way_out = "ftrun sets it by --active-world-size and --spare-nodes; remove it otherwise"
     return int_from_env(ACTIVE_WORLD_SIZE_ENV, 1, MOST_RANKS, way_out)

@@ -7,6 +7,6 @@ class Terminate(PlugIn):
     """Base of the ``terminate`` plug-ins of `Wrapper`: runs on a rank that leaves before the call ends.
 
     A rank leaves if it is unhealthy, if the rank assignment discards it, or if the function raises a
-    ``BaseException``. The others go on. A process that is killed cannot run it. It runs before the
-    rank's error is raised to the caller, and is given the state in the rank's last iteration.
+    ``BaseException``. The other ranks go on. A killed process cannot run it. It runs before the rank's error
+    is raised to the caller, and gets the state in the rank's last iteration.
     """

@@ -1,4 +1,4 @@
-"""Wrapper: the decorator and its configuration; and what the wrapped function is given of its call."""
+"""Wrapper: the decorator and its configuration; `CallWrapper`: the wrapped function's view of its call."""
 
 import contextlib
 import dataclasses
@@ -42,7 +42,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 P = ParamSpec("P")
 R = TypeVar("R")
 _PARAMETER = "call_wrapper"
-_CHECKS_PATIENCE = 1.0  # seconds for which the end of a call waits for a lookup
+_CHECKS_PATIENCE = 1.0  # seconds that the end of a call waits for a lookup
 
 
 def _taking(settings: Callable[P, Settings]) -> Callable[[Any], Callable[Concatenate[Any, P], "Wrapper"]]:
@@ -57,7 +57,7 @@ class CallWrapper:
         self._call, self.services = call, call.services  # these for live states and checkpoints alone
         memory, member = call.own.memory, weakref.ref(call.own.member)  # a ping may outlive the call
         ping, step = memory.make_ping(lambda: _note_step(member(), memory), _leave)
-        # In place of the methods, which would take longer to call them.
+        # They replace the methods, which would add the time of a call.
         vars(self).update(ping=ping, step=step)
 
     def ping(self, step: int | None = None) -> None:
@@ -70,19 +70,19 @@ class CallWrapper:
         Args:
             step: the number of the step that begins, on all active ranks. With it ``ftrun report``
                 distinguishes repeated steps from new ones, and loading from training. Numbers increase by
-                one, from where the loaded state is. The same number twice in a row is one step; a lower one
-                says that the function has gone back. One line is written to disk in an iteration, when the
-                steps begin.
+                one, starting from the loaded state. The same number twice in a row is one step; a lower one
+                means that the function has gone back. One line is written to disk in each iteration, when
+                the steps begin.
 
         Raises:
-            TypeError: the step is no integer of at least 0.
+            TypeError: the step is not an integer of at least 0.
             RankDrained: this rank was asked to leave.
         """
 
     def step(self, n: int) -> None:
-        """Reports that a step begins, as ``ping(n)`` does, but is no progress for ``soft_timeout``.
+        """Reports that a step begins, as ``ping(n)`` does, but without counting as progress.
 
-        It has its name from nvidia-resiliency-ext. Use ``ping(n)``.
+        The name is from nvidia-resiliency-ext. Use ``ping(n)``.
         """
 
     @property
@@ -98,12 +98,12 @@ class CallWrapper:
 
     @property
     def is_spare(self) -> bool:
-        """Whether this rank waits as a hot spare: then it does not run the function in this iteration."""
+        """Whether this rank waits as a hot spare, so that it does not run the function in this iteration."""
         return self.state.mode is Mode.INACTIVE
 
     @property
     def iteration(self) -> int:
-        """Number of the restart iteration; with ``rejoin`` unique in the store's life."""
+        """Number of the restart iteration; with ``rejoin`` unique over the store's lifetime."""
         return self._call.state.iteration
 
     @property
@@ -115,8 +115,8 @@ class CallWrapper:
     def device(self) -> torch.device:
         """This rank's GPU: the one that ``LOCAL_RANK`` names, if the process sees it; ``cpu`` without CUDA.
 
-        On a node with more ranks than GPUs, some of them spares, a spare that steps in gets a GPU that no
-        active rank of the node has. Read it in the function, in each iteration.
+        On a node with more ranks than GPUs, a promoted spare gets a GPU that no active rank of the node has.
+        Read it in the function, in each iteration.
         """
         return own_device()
 
@@ -129,7 +129,7 @@ class CallWrapper:
         """Makes the default process group of the active ranks, in place of ``init_process_group``.
 
         Experimental: with ``Limits(keep_groups=True)`` a process makes it once. In later iterations the same
-        object, and what was built on it, gets the new peers. Make other groups and meshes again in each
+        object, and everything built on it, gets the new peers. Make other groups and meshes again in each
         iteration.
 
         Args:
@@ -156,10 +156,10 @@ class CallWrapper:
         return tuple(dict.fromkeys(by_blame(fault.record for fault in records)))
 
     def atomic(self) -> contextlib.AbstractContextManager[Any]:
-        """A block that no restart interrupts half-way; may be nested.
+        """A block that no restart interrupts; may be nested.
 
-        If the iteration ends during the block, the function is left at the end of the block, and its process
-        groups are aborted only then. Keep it short, and free of collectives: the other ranks wait.
+        If the iteration ends during the block, the function is interrupted at the end of the block, and its
+        process groups are aborted only then. Keep it short and without collectives: the other ranks wait.
 
         Raises:
             RankShouldRestart: on entry, if the iteration has ended; at the end, if it ended during the block.
@@ -180,7 +180,7 @@ class CallWrapper:
 
 
 class Unwrapped(CallWrapper):
-    """What the function gets with ``enabled=False``: nothing is watched, and nothing restarted."""
+    """What the function gets with ``enabled=False``: nothing is watched or restarted."""
 
     iteration = 0
     faults = ()
@@ -205,7 +205,7 @@ class Unwrapped(CallWrapper):
 
     def process_group(self, backend: str = "gloo", **options: Any) -> Any:
         if self._state.world_size == 1 and not options.keys() & {"store", "init_method"}:
-            options = {"store": self.store, "rank": 0, "world_size": 1, **options}  # no launcher is needed
+            options = {"store": self.store, "rank": 0, "world_size": 1, **options}  # works without a launcher
         c10d.init_process_group(backend, **options)
         return c10d.group.WORLD
 
@@ -219,17 +219,17 @@ def _leave() -> None:
     raise RankDrained
 
 
-# Arguments of Wrapper that are arguments of Limits now.
+# Arguments of Wrapper that are now arguments of Limits.
 _MOVED = {**{name: name for name in about(Limits)}, "unwind_grace": "cleanup_timeout"}
 
 
 def _with_limits(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments, with those in ``limits`` that have moved there."""
+    """The arguments, with the moved ones in ``limits``."""
     moved = {name: arguments.pop(name) for name in _MOVED if name in arguments}
     for name in moved:
         _names.warn(f"Wrapper({name}=)", f"Wrapper(limits=Limits({_MOVED[name]}=))", 4)
     if (moved and "limits" in arguments) or moved.keys() >= {"unwind_grace", "cleanup_timeout"}:
-        raise TypeError(f"Wrapper: pass {moved} in limits= alone, by their new names")
+        raise TypeError(f"Wrapper: pass {moved} only in limits=, by their new names")
     given = Limits(**{_MOVED[name]: value for name, value in moved.items()})
     return {"limits": given, **arguments}
 
@@ -243,16 +243,16 @@ class Wrapper:
     """Keeps a distributed training function going through faults, in the processes that survive them.
 
     Use it as a decorator (bare, with ``()`` or with arguments) or call it on a function. On any fault all
-    surviving ranks leave the function, abort their process groups, agree on who is left, take new ranks and
-    enter the function again. Durations are ``timedelta`` or seconds.
+    surviving ranks leave the function, abort their process groups, agree on the remaining members, take new
+    ranks and enter the function again. Durations are ``timedelta`` or seconds.
 
     Args:
-        rejoin: a process that is started again joins the running job, and iteration numbers are unique for
-            the whole life of the store. When None: True under ``ftrun``, which starts lost processes again.
-        use_global_iteration: another name of ``rejoin``, which goes before it.
+        rejoin: a restarted process joins the running job, and iteration numbers are unique over the store's
+            lifetime. When None: True under ``ftrun``, which restarts lost processes.
+        use_global_iteration: another name for ``rejoin``, which takes precedence over it.
         active_world_size: how many ranks are active; the rest are hot spares. Short for a rank assignment.
-            When None, and without a ``rank_assignment``: what ``ftrun --active-world-size`` or
-            ``--spare-nodes`` says, or fewer while there are not enough ranks.
+            When None, and without a ``rank_assignment``: the number from ``ftrun --active-world-size`` or
+            ``--spare-nodes``, or fewer while there are not enough ranks.
         min_world_size: with fewer ranks than this the call fails instead of continuing.
         soft_timeout: without progress for this long, all ranks restart.
         hard_timeout: without progress for this long, the process is terminated.
@@ -260,10 +260,10 @@ class Wrapper:
             first, before the function is entered, and once all active ranks have arrived. An ``Exception``
             that it raises is logged; a fault interrupts it as it interrupts the function; a hang in it counts
             as a hang in the function.
-        rank_assignment: who gets which rank, and who is active; all ranks, shifted, when None.
+        rank_assignment: which member gets which rank, and which are active; all ranks, shifted, when None.
         health_check: run before the function, where raising is a fault; and after ``finalize``, where raising
             ends this rank. A spare ends in both cases.
-        limits: what few jobs need: `Limits`.
+        limits: settings that few jobs need: `Limits`.
         enabled: False calls the function once, with a `CallWrapper` that watches and restarts nothing.
         store_factory: makes the coordination store; ``ftrun``'s own store comes first.
         store_kwargs: its arguments, ``host_name``, ``port`` and ``timeout`` for the TCPStore.
@@ -276,14 +276,14 @@ class Wrapper:
         terminate: run when this rank leaves the job.
         heartbeat_timeout: without a heartbeat for this long, a rank counts as lost.
         barrier_timeout: how long a restart waits for ranks that are alive but do not arrive. Between two
-            wrapped calls it waits as long as they are alive, and logs that this often.
-        completion_timeout: how long a rank that has finished waits for the others before it causes a restart;
-            once in a call.
+            wrapped calls it waits as long as they are alive, and logs that at this interval.
+        completion_timeout: how long a finished rank waits for the others before it causes a restart; once per
+            call.
         last_call_wait: how long to gather further faults before aborting.
         termination_grace_time: from SIGTERM to SIGKILL.
-        monitor_thread_interval: how late at most the monitor thread notices a missed event.
-        monitor_process_interval: how late at most the monitor does, whichever process it runs in.
-        heartbeat_interval: between two requests of a heart, which alternates between beating and checking.
+        monitor_thread_interval: the longest delay until the monitor thread notices a missed event.
+        monitor_process_interval: the same for the monitor, in whichever process it runs.
+        heartbeat_interval: between two requests of a monitor, alternately a heartbeat and a check.
         progress_watchdog_interval: between two automatic time stamps of progress.
         monitor_process_logfile: absolute path; ``{rank}`` is filled in. With this or the next one the rank
             has its own monitor process, even if its agent would run the monitor.
@@ -383,7 +383,7 @@ class Wrapper:
         return wrapped
 
     def _check_environment(self) -> State:
-        """Everything that must hold before a call starts anything."""
+        """Checks everything that must hold before a call starts anything."""
         identity.check_own_environment()
         state = State.from_env()
         formation_size(state.world_size)
@@ -403,13 +403,13 @@ class Wrapper:
 
 
 def as_launched(settings: Settings, *, is_first: bool) -> Settings:
-    """The settings of a call, completed by what the launcher says and can do.
+    """The settings of a call, completed from the launcher's options.
 
-    ``ftrun --active-world-size`` replaces ``active_world_size``, but no ``rank_assignment``.
+    ``ftrun --active-world-size`` replaces ``active_world_size``, but not a ``rank_assignment``.
 
     Args:
-        settings: as the code has them.
-        is_first: whether this is rank 0, which logs what does not count.
+        settings: the settings in the user's code.
+        is_first: whether this is rank 0, which logs what is ignored.
     """
     launched, active = launched_active_world_size(), settings.active_world_size
     if launched is not None and is_first and settings.rank_assignment is not None:
@@ -434,11 +434,11 @@ def _begins_job(call: Call) -> bool:
 def _quiet_watchdog() -> list[str]:
     """Leaves NCCL's errors to the restart, unless the user wants otherwise.
 
-    A peer's death and a timeout are such errors. The watchdog of either NCCL backend ends the process (1, as
-    torchrun has it, and 3, torch's default), or aborts the communicators (1 and 2) beside the thread that
-    does so for the restart. With 0 it does neither, but it still dumps its flight recorder, and a group that
-    was released is kept meanwhile. Groups read the variables when they are made. It is not ``ftrun`` that
-    sets them: a script without a wrapper needs the watchdog to end a hang.
+    A peer's death and a timeout are such errors. The watchdog of either NCCL backend ends the process (1,
+    torchrun's setting, and 3, torch's default), or aborts the communicators (1 and 2) while another thread
+    does so for the restart. With 0 it does neither, but it still dumps its flight recorder, and keeps a
+    released group meanwhile. Groups read the variables when they are made. ``ftrun`` does not set them: a
+    script without a wrapper needs the watchdog to end a hang.
 
     Returns:
         The variables that it set.
@@ -449,15 +449,15 @@ def _quiet_watchdog() -> list[str]:
 
 
 def _check_function(function: Callable[..., Any], result: object = None) -> None:
-    """Refuses what only begins when it is called; with a decorator around it, that shows in its result."""
+    """Refuses classes, coroutines and generators; under a decorator only the result shows what it is."""
     if inspect.isclass(function):
-        raise TypeError(f"{function!r} is a class: a call only makes one; wrap the function or the method")
+        raise TypeError(f"{function!r} is a class: a call only makes an object; wrap a function or method")
     kinds = (inspect.iscoroutinefunction, inspect.isasyncgenfunction, inspect.isgeneratorfunction)
     begins = any(is_kind(one) for is_kind in kinds for one in (function, type(function).__call__))
     if begins or isinstance(result, types.CoroutineType | types.AsyncGeneratorType | types.GeneratorType):
         raise TypeError(
             f"{function!r} is a coroutine or generator function: calling it runs nothing yet, so nothing "
-            "could be restarted; wrap a plain function that runs it to its end"
+            "could be restarted; wrap a plain function that runs it to completion"
         )
 
 
@@ -486,7 +486,7 @@ def _means_call_wrapper(annotation: object, function: Callable[..., Any]) -> boo
         try:
             annotation = eval(text, dict(names))
         except Exception:
-            # A name that exists for type checkers only.
+            # A name that exists only for type checkers.
             parts = text.replace("Optional[", "").rstrip("]").split("|")
             return any(part.strip().rpartition(".")[2] == CallWrapper.__name__ for part in parts)
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
@@ -508,9 +508,9 @@ def _filled_in(
     bound = signature.bind_partial(*args, **kwargs)
     given, own = bound.arguments.get(parameter), signature.parameters[parameter]
     if not isinstance(given, CallWrapper) and (given is not None or own.default is own.empty):
-        # What landed there is the next argument: the caller left this one out.
+        # The next argument landed there, because the caller left this one out.
         others = [p for p in signature.parameters.values() if p is not own]
-        # Or None was passed for it: then the rest does not fit without it.
+        # Or the caller passed None for it: then the rest does not fit without it.
         with contextlib.suppress(*[TypeError] if given is None else []):
             bound = signature.replace(parameters=others).bind(*args, **kwargs)
     filled = inspect.BoundArguments(signature, {**bound.arguments, parameter: user})
