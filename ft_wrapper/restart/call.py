@@ -1,4 +1,4 @@
-"""One call of the wrapped function: carries out what its restart loop asks for."""
+"""One call of the wrapped function: does what its restart loop asks for."""
 
 import contextlib
 import dataclasses
@@ -42,23 +42,23 @@ log = logging.getLogger(__name__)
 
 _ABORTED_SOON = 0.5  # seconds
 _USERS_TIMEOUT = timedelta(seconds=300)  # of operations on the function's own client of the iteration's store
-# Ranks that hang together do not reach soft_timeout together: from this part of it on, a hang is a cause.
+# Ranks that hang together do not reach soft_timeout together: from this fraction on, a hang is a cause.
 _HANG_IS_CAUSE_FROM = 0.9
-# Ranks that write where they hung, up to a kilobyte each, into one key.
+# Number of ranks that write where they hung, up to a kilobyte each, into one key.
 _WHEREABOUTS = 512
-# Seconds in an iteration: a broken job mostly fails sooner, and active ranks need the CPUs to begin.
+# Seconds into an iteration: a broken job mostly fails sooner, and active ranks need the CPUs to begin.
 _WARMS_UP_AFTER = 2.0
-# Runs after each fault, beside the user's check. It waits for what an abort left running on the device. A
-# CUDA context with a sticky error would fail each iteration, so its process has to be replaced.
+# Runs after each fault, in addition to the user's check. It waits for work that an abort left on the device.
+# A CUDA context with a sticky error would fail in each iteration, so its process must be replaced.
 _check_device = CudaHealthCheck()
 
 
 class Call(RestartedProcess):
-    """One wrapped call, from its begin to `close`.
+    """One wrapped call, from its start to `close`.
 
     Args:
         settings: durations, switches and plug-ins.
-        plan: the job's store, and who hosts it.
+        plan: the job's store and its host.
         state: this rank's state, from the environment.
         function_name: name of the wrapped function; the same on all ranks.
 
@@ -84,7 +84,7 @@ class Call(RestartedProcess):
 
     def close(self, error: BaseException | None) -> None:
         """Releases everything: threads, processes, sockets, handlers, environment variables."""
-        with contextlib.ExitStack() as ending:  # runs all of them, last one first, whatever raises
+        with contextlib.ExitStack() as ending:  # runs all of them, last first, whatever raises
             # Its traceback refers to this object and to its store: a cycle until the garbage collector runs.
             ending.callback(setattr, self.state, "fn_exception", None)
             if error is not None:  # the job goes on without this rank
@@ -95,22 +95,22 @@ class Call(RestartedProcess):
             ending.callback(self.services.group.close)
 
     def user_store(self) -> PrefixStore:
-        """The current iteration's store, on a connection for the function alone."""
+        """The current iteration's store, on a connection for the function only."""
         if self._user_store is None:
-            # On this store the abort of the iteration frees every waiting thread. The client does not retry.
+            # The iteration's abort frees every thread that waits on this store. The client does not retry.
             host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             client = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_USERS_TIMEOUT)
             self._user_store = PrefixStore(self.own.member.view.n, HoldingStore(client))
         return self._user_store
 
     def run(self, function: Callable[[], Any]) -> Any:
-        """Calls the function until an iteration ends well.
+        """Calls the function until an iteration succeeds.
 
         Args:
             function: the wrapped function with its arguments.
 
         Returns:
-            What the function returned; None on a spare, and where the call had completed already.
+            The function's result; None on a spare, and if the call had already completed.
         """
         own = self.own
         if not own.is_in_time:
@@ -126,13 +126,13 @@ class Call(RestartedProcess):
         try:
             return RestartLoop(own.member, self.state, self).run()
         finally:
-            del self._function  # with its arguments, among them what refers to this call
+            del self._function  # with its arguments, some of which refer to this call
 
     # ---- into the function
 
     def enter_iteration(self, view: View) -> None:
         own, decision = self.own, view.decision
-        own.memory.active = True  # until it is known: others may be waiting for this rank
+        own.memory.active = True  # until its mode is known: other ranks may be waiting for it
         own.memory.enter_iteration(view.n)
         is_new = own.member.member in decision.joined or view.is_first
         own.monitor.enter(view, None if is_new else decision)
@@ -159,8 +159,8 @@ class Call(RestartedProcess):
         return self.own.address, self.own.monitor.serve(self.own.address)
 
     def point_to_store(self, endpoint: Endpoint) -> None:
-        # So a plain `init_process_group(backend)` starts afresh in each iteration, and sees no earlier key.
-        # The monitor of active rank 0 has opened the store: a client that comes before would back off long.
+        # So a plain `init_process_group(backend)` starts fresh in each iteration, and sees no earlier key.
+        # The monitor of active rank 0 has opened the store: an earlier client would back off for a long time.
         host, port = endpoint
         os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
 
@@ -184,10 +184,10 @@ class Call(RestartedProcess):
                 own.signals.hold()
                 self.note_progress()
                 own.memory.leave_stamp = 0.0
-                own.memory.enter_phase(Phase.WATCHED)  # what follows is watched by the thread's own progress
+                own.memory.enter_phase(Phase.WATCHED)  # from here on the thread's own progress is watched
         except (Exception, exception.RankShouldRestart, exception.JobAbort) as caught:
             if is_spare and isinstance(caught, exception.HealthCheckError):
-                raise  # this spare leaves the job, and ends nothing by it
+                raise  # this spare leaves the job without ending the iteration
             self._note_failure(caught, watch)
         except BaseException as caught:
             is_exit = isinstance(caught, SystemExit) and not caught.code
@@ -199,18 +199,18 @@ class Call(RestartedProcess):
         return run
 
     def _note_failure(self, caught: BaseException, watch: WatchedIteration) -> None:
-        """Notes an exception that left the function: the function's own, or what interrupted it."""
+        """Notes an exception that left the function: the function's own, or the interruption."""
         run, is_interrupted = self._current, self.own.interrupter.requested
         if not (is_interrupted and watch.is_done):  # not if a spare warmed up until the iteration completed
             run.error, run.has_returned = caught, False
         raised = caught if isinstance(caught, Exception) else caught.__cause__
         if isinstance(raised, Exception):
             self.state.fn_exception = raised
-        # A RankShouldRestart that nobody asked for is the function's own.
+        # A RankShouldRestart that was not requested is the function's own.
         if not (is_interrupted and isinstance(caught, exception.RankShouldRestart)):
             self._count(caught)
             run.own_error = caught
-            # Else it may be a collective that failed because the iteration had ended.
+            # Otherwise a collective may have failed because the iteration had ended.
             run.is_cause = watch.ended_at is None
             run.is_out_of_memory = out_of_memory(caught) is not None
         elif run.hang is not None and watch.handled.wait(self.settings.barrier_timeout):
@@ -234,7 +234,7 @@ class Call(RestartedProcess):
         self._current.has_progressed |= self.own.memory.has_progressed
 
     def _body(self) -> Any:
-        """The part that can be interrupted."""
+        """The interruptible part."""
         try:
             with exit_watch.children_end():
                 return self._initialize_and_run()
@@ -256,7 +256,7 @@ class Call(RestartedProcess):
             return self._warm_up()
         warm_up.await_imports()
         self.own.member.emit("enter", rank=self.state.active_rank)
-        if self.settings.abort is None:  # its groups are the user's
+        if self.settings.abort is None:  # the user handles the groups
             return self._function()
         with release.taking_over_destroy():
             return self._function()
@@ -294,11 +294,11 @@ class Call(RestartedProcess):
             raise self.own.store_lost
 
     def _settle(self) -> None:
-        """Waits until everything is aborted, then ends what the function has left behind."""
+        """Waits until everything is aborted, then cleans up what the function left behind."""
         watch, self._current.watch = self._current.watch, None
         if watch is not None:
             if not watch.handled.wait(_ABORTED_SOON):
-                self._log_failure()  # now: if the abort hangs, this process may be killed
+                self._log_failure()  # already here: if the abort hangs, this process may be killed
             if not watch.handled.wait(self.settings.barrier_timeout):
                 raise exception.InternalError("the abort plug-in did not return within barrier_timeout")
             self.own.store_lost = watch.store_lost
@@ -315,7 +315,7 @@ class Call(RestartedProcess):
     def clean_up(self) -> None:
         settings, own = self.settings, self.own
         if settings.finalize is not None or settings.health_check is not None:
-            self._restore()  # what the function has left behind would make them fail
+            self._restore()  # the function's leftovers would make them fail
         if settings.finalize is not None:
             settings.finalize(self.state.freeze())
         self._run_check(settings.health_check)
@@ -323,7 +323,7 @@ class Call(RestartedProcess):
             self._run_check(_check_device)
         if own.monitor_lost.is_set():
             raise exception.InternalError(f"this rank's {own.monitor.name} ended; see {own.monitor.log_of}")
-        looked = own.memory.monitor_stamp  # 0.0 if it has not yet
+        looked = own.memory.monitor_stamp  # 0.0 if it has not looked yet
         if looked and time.monotonic() - looked > 2 * settings.monitor_process_interval:
             with own.waiting:
                 own.monitor.await_answer()
@@ -335,7 +335,7 @@ class Call(RestartedProcess):
         self._times = self._times.end("decide")
         close_aborted_sockets()
         self.services.close_connections()
-        self.own.signals.forget()  # they were for the iteration that is over
+        self.own.signals.forget()  # they were for the iteration that has ended
 
     def reset_process(self) -> None:
         self._restore()
@@ -347,7 +347,7 @@ class Call(RestartedProcess):
             torch.cuda.empty_cache()  # NCCL's new groups and other processes need memory
 
     def _restore(self) -> None:
-        """Undoes what the function has done to the process, and logs its failure. Both take a while."""
+        """Undoes the function's changes to the process, and logs its failure. Both take a while."""
         replace_broken_streams()
         self._log_failure()
         run, error = self._current, self._current.error
@@ -355,20 +355,20 @@ class Call(RestartedProcess):
         if error is not None:
             trace = users_part(error.__traceback__) if run.is_last else None
             forget_frames(error)
-            error.__traceback__ = trace  # with which it leaves the call
+            error.__traceback__ = trace  # for when the error leaves the call
         self._torch_state.restore()
         self.own.signals.put_back()
         caches.clear_caches()
 
     def complete(self) -> None:
         self.own.member.emit("done", **self.own.memory.last_step(), **self.services.end_fields)
-        self._current = FunctionRun()  # what was returned may refer to this call
+        self._current = FunctionRun()  # the returned value may refer to this call
         self.state.fn_exception = None
         if self.settings.completion is not None:
             try:
                 self.settings.completion(self.state.freeze())
             except Exception:
-                log.exception("completion failed on rank %s; the call had ended well", self.state.rank)
+                log.exception("completion failed on rank %s; the call had succeeded", self.state.rank)
         self.services.at_end.close()
         if self.settings.abort is not None:
             release_process_groups()
@@ -386,7 +386,7 @@ class Call(RestartedProcess):
         log.log(level, "rank %s (slot %d) leaves the job: %s", self.state.rank, own.member.slot, why)
         if isinstance(error, exception.StoreUnavailable):
             own.store_lost = error  # the operation was retried long enough; nothing can be reported
-        if watch is not None and not own.memory.active:  # a spare: the others end the iteration later
+        if watch is not None and not own.memory.active:  # a spare: other ranks end the iteration later
             self._current.watch, own.thread_stays = None, True
         if own.store_lost is None:
             is_unwatched = own.monitor_lost.is_set()
@@ -407,11 +407,11 @@ class Call(RestartedProcess):
             self.settings.terminate(self.state.freeze())
 
     def _log_failure(self) -> None:
-        """Logs, once, the failure by which this rank has ended the iteration, if it has."""
+        """Logs, once, the failure by which this rank ended the iteration, if it did."""
         run = self._current
         is_cause, run.is_cause = run.is_cause, False
         if run.error is None or not is_cause or run.repeats:
-            return  # a repeat is logged: "trying again" has it, and the restart's line has the failure
+            return  # a repeat is logged with "trying again", and the restart's line has the failure
         words, state = "rank %s (slot %d) failed in iteration %d", self.state
         raised = (type(run.error), run.error, users_part(run.error.__traceback__))
         log.warning(words, state.rank, self.own.member.slot, state.iteration, exc_info=raised)
@@ -435,7 +435,7 @@ class Call(RestartedProcess):
             self._current.hang = Hang(*found, hang_of(thread), since, is_cause)
 
     def _publish(self) -> None:
-        """Writes into the store what others want to know. That may wait for the store."""
+        """Writes into the store what other ranks need to know. This may wait for the store."""
         self._reporter.ended()  # first: the function's thread may wait for the report
         warm_up.announce_cuda(self.own.thread_agreement.store)  # for the process that replaces a lost rank
         hang, member, ends = self._current.hang, self.own.member, self.own.thread_agreement.ends

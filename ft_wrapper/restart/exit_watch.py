@@ -1,9 +1,9 @@
-"""How a process ends that runs the wrapped function: a rank, or a child that the function forks.
+"""The exit of a process that runs the wrapped function: a rank, or a child that the function forks.
 
-Python waits at its end for every thread that is no daemon, and for child processes. A thread of an executor
-that was interrupted in its shutdown, or that hangs in a call for ranks that are no more, keeps the process
-from ever exiting; one that uploads a checkpoint needs its time. So what an interrupted function has left
-running is named, and the agent sees since when the process waits: see `Ranks.waits_at_end`.
+Python waits at exit for every non-daemon thread and for child processes. An executor's thread that was
+interrupted in its shutdown, or that hangs in a call to lost ranks, keeps the process from ever exiting; one
+that uploads a checkpoint needs its time. So the process logs what an interrupted function left running, and
+the agent sees how long the process has been waiting: see `Ranks.waits_at_end`.
 """
 
 import contextlib
@@ -25,14 +25,14 @@ log = logging.getLogger(__name__)
 Running = threading.Thread | multiprocessing.process.BaseProcess
 
 _noted: weakref.WeakSet[Running] = weakref.WeakSet()
-_memory: RankMemory | None = None  # of the last call, whichever has left something: the agent reads that one
+_memory: RankMemory | None = None  # the last call's, whichever call left something: the agent reads that one
 
 
 class ExitWatch:
     """Remembers what the function of one wrapped call leaves behind when it is interrupted.
 
     Args:
-        memory: the rank's in this call, which its agent reads.
+        memory: the rank's memory in this call, which its agent reads.
     """
 
     def __init__(self, memory: RankMemory) -> None:
@@ -41,7 +41,7 @@ class ExitWatch:
         self._before = weakref.WeakSet(_running())
 
     def note(self) -> None:
-        """To be called when the function has been left by a fault."""
+        """Call this when a fault has ended the function."""
         for one in _running():
             if not one.daemon and one not in self._before:
                 _watch_the_end()
@@ -54,8 +54,8 @@ def _running() -> list[Running]:
 
 @functools.cache
 def _watch_the_end() -> None:
-    # As concurrent.futures does, which waits there for its threads: atexit comes after that. What was
-    # registered last is called first.
+    # As concurrent.futures does, which waits there for its threads: atexit comes later. The last callback
+    # registered runs first.
     threading._register_atexit(_say_what_is_left)  # type: ignore[attr-defined]
 
 
@@ -65,7 +65,7 @@ def _say_what_is_left() -> None:
     if left:
         assert _memory is not None
         _memory.end_stamp = time.monotonic()
-        log.warning("the process waits at its end for what an interrupted function left: %s", ", ".join(left))
+        log.warning("exit waits for threads or processes of an interrupted function: %s", ", ".join(left))
 
 
 def _describe(one: Running) -> str:
@@ -78,16 +78,16 @@ def _describe(one: Running) -> str:
 #
 # Processes that the wrapped function makes by ``os.fork``: none of them is the rank.
 #
-# A child has copies of the rank's sockets, and stands in the wrapper's frames, too. If it left them it would
+# A child has copies of the rank's sockets, and runs inside the wrapper's frames. If it left them, it would
 # say goodbye, publish its error, or return, all in the rank's name.
 
 
 @contextlib.contextmanager
 def children_end() -> Iterator[None]:
-    """In a child that leaves the block, by whatever way, ends the process.
+    """Ends a child process that leaves the block, in whatever way.
 
-    With the exit code, and with the traceback, that Python's own end would have, but without ``atexit``: what
-    is registered there is the rank's, as for a child that ``multiprocessing`` forks.
+    Exit code and traceback are the same as at a normal exit of Python, but ``atexit`` callbacks do not run:
+    they are the rank's. A child that ``multiprocessing`` forks skips them, too.
     """
     rank, error = os.getpid(), None
     try:

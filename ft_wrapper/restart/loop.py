@@ -1,4 +1,4 @@
-"""The restart loop of one rank, without threads, processes and sockets of its own.
+"""The restart loop of one rank, without its own threads, processes and sockets.
 
 The loop talks to the store through the rank's membership. A `RestartedProcess` does everything else: `Call`
 in a job, `tests.explorer.process` in the explorer. So both run the same loop.
@@ -35,7 +35,7 @@ class Hang:
     """Where the function hung when the iteration ended.
 
     Args:
-        words: the collective that it was in, for people.
+        words: describes the collective that it was in.
         position: its position in ``torch.distributed``.
         place: the innermost line of the user's code: the hang's signature.
         since: when the function stopped making progress, in monotonic seconds.
@@ -59,16 +59,16 @@ class FunctionRun:
         entered_at: when it began, in monotonic seconds.
         watch: the iteration as the monitor thread watches it; None once the rank has left the function.
         report: report of the restart that led to this run, for ``on_restart``.
-        value: what the function returned.
+        value: the function's result.
         has_returned: whether this rank has nothing left to do in the iteration: the function has returned, or
             the rank is a spare.
         has_progressed: whether the function reported progress (``ping``, a step).
         error: the exception that left the function.
-        own_error: the same, if it is no interruption: this rank has to publish it.
+        own_error: the same, if it is not an interruption: this rank has to publish it.
         is_cause: whether this exception ended the iteration, as far as this rank knows.
         fault: signature of the fault, if `max_same_faults` counts it.
         repeats: how many iterations in a row before this one the same fault had ended.
-        is_last: whether the fault has come so often that it ends the job.
+        is_last: whether the fault has occurred so often that it ends the job.
         is_out_of_memory: whether the device was out of memory.
         hang: where the function hung, if it did. The monitor thread sets this before it interrupts the
             function's thread, and again before it sets ``watch.handled``.
@@ -92,8 +92,8 @@ class FunctionRun:
     def count(self, error: BaseException, view: View, limit: int | None) -> None:
         """Sets the fault's signature, if it counts: no progress before it, and not caused by another fault.
 
-        A hang counts in spite of progress if another rank has returned and waits for this one, since that
-        rank would return again.
+        A hang counts despite progress if another rank has returned and waits for this one, since that rank
+        would return again.
 
         Args:
             error: the exception that left the function.
@@ -118,7 +118,7 @@ class FunctionRun:
 
 
 class RestartedProcess:
-    """What the loop needs done in the rank's process; here nothing. An exception of a method ends the loop.
+    """The loop's actions in the rank's process; here they do nothing. An exception in one ends the loop.
 
     Attributes:
         waiting: entered around every wait for other ranks or the store. Hang detection watches the rest.
@@ -134,7 +134,7 @@ class RestartedProcess:
         return state
 
     def apply_state(self, state: State) -> bool:
-        """Takes the new state; returns whether compiled code was dropped because ranks have moved."""
+        """Applies the new state; returns whether compiled code was dropped because ranks have moved."""
         return False
 
     def open_store(self) -> Endpoint | None:
@@ -169,7 +169,7 @@ class RestartedProcess:
         """All ranks have left the iteration, and the next one is decided."""
 
     def pause(self, seconds: float) -> None:
-        """Waits before a function that fails again and again is entered."""
+        """Waits before entering a function that fails repeatedly."""
 
     def complete(self) -> None:
         """All ranks have finished."""
@@ -181,12 +181,12 @@ class RestartedProcess:
             error: the exception by which it leaves.
 
         Returns:
-            What to report to the others; None if that cannot be reported.
+            What to report to the other ranks; None if it cannot be reported.
         """
         return None
 
     def left_job(self) -> None:
-        """The others know that this rank has left, if the store could be reached."""
+        """The other ranks know that this rank has left, if the store could be reached."""
 
 
 class RestartLoop:
@@ -209,7 +209,7 @@ class RestartLoop:
         self._error: BaseException | None = None  # the exception that left the function last
 
     def run(self) -> object:
-        """Runs until an iteration ends well; returns what the function returned."""
+        """Runs until an iteration succeeds; returns the function's result."""
         try:
             run = None
             while run is None:
@@ -224,7 +224,7 @@ class RestartLoop:
         return run.value
 
     def _iterate(self) -> FunctionRun | None:
-        """One iteration; None if it has ended by a fault."""
+        """Runs one iteration; None if a fault ended it."""
         member, waiting = self.member, self.process.waiting
         fault: str | None = None
         if self.assign_and_meet():
@@ -237,7 +237,7 @@ class RestartLoop:
                 if run.has_returned and member.await_completion(self.state.active_rank, active) == DONE:
                     return run
             self._error, fault = run.own_error, run.fault
-            run.value = None  # now: it may hold groups, and these are released next
+            run.value = None  # it may hold groups, which are released next
             self.process.await_abort()
             self._runs = False
         self.process.clean_up()
@@ -254,7 +254,7 @@ class RestartLoop:
         """Gets this rank's new rank; False if the iteration ended before all ranks had theirs."""
         member, decision, base = self.member, self.member.view.decision, self.base
         n = member.view.n
-        self._is_spare = False  # until the assignment says so: others may be waiting for this rank
+        self._is_spare = False  # until the assignment decides: other ranks may be waiting for this one
         base.rank = decision.rank_of(member.member, base.rank)
         base.world_size = decision.world_size
         if decision.joined:
@@ -266,7 +266,7 @@ class RestartLoop:
         try:
             state = self.process.assign(self.state, decision)
         except BarrierTimeout as error:
-            member.publish(base.rank, error)  # the ranks that it waited for live, and do not come
+            member.publish(base.rank, error)  # the ranks that it waited for are alive but do not arrive
             return False
         except exception.RankShouldRestart:
             return False
@@ -292,7 +292,7 @@ class RestartLoop:
         return True
 
     def _consider_same_faults(self) -> None:
-        """Ends the job, or backs off, if the same fault comes again and again. All ranks do the same."""
+        """Ends the job, or backs off, if the same fault keeps recurring. All ranks do the same."""
         member, limit = self.member, self.limits.max_same_faults
         error, self._error = self._error, None
         last = fault_that_ends_job(member.view.decision, limit)
@@ -301,7 +301,7 @@ class RestartLoop:
             if last.member != member.member:
                 raise exception.JobEnded(f"another rank's error ended the job: {member.ended_job}")
             log.error("the job ends: %s", member.ended_job)
-            if error is None or isinstance(error, exception.RankShouldRestart):  # which never leaves the call
+            if error is None or isinstance(error, exception.RankShouldRestart):  # it never leaves the call
                 raise exception.RestartAbort(member.ended_job)
             raise error
         same = member.view.decision.same_faults
@@ -316,9 +316,9 @@ class RestartLoop:
                 self.process.pause(pause)
 
     def _leave(self, error: BaseException) -> None:
-        """This rank leaves the job; the others learn of it and go on."""
+        """Leaves the job; the other ranks learn of it and go on."""
         member, state = self.member, self.state
-        # Nobody waits for a discarded rank. But if it left from inside the function, its own monitor thread
+        # No rank waits for a discarded one. But if it left from inside the function, its own monitor thread
         # waits for the iteration's end, so it must end the iteration. A spare never does.
         is_missed = not self._is_spare and (self._runs or not isinstance(error, exception.RankDiscarded))
         how = self.process.leave(error)
@@ -334,20 +334,20 @@ def check_assigned(state: State) -> None:
     """Checks the state that a rank assignment returned.
 
     Raises:
-        InternalError: the state is none that a rank can have.
+        InternalError: the state is invalid.
     """
     active, size = state.active_world_size, state.world_size or 0
     if active is not None and active < 1:
         raise exception.InternalError(
-            f"rank_assignment left no rank active of {size}; RetryController can end the job before it comes "
-            "to that"
+            f"rank_assignment left none of {size} ranks active; use RetryController to end the job before "
+            "that happens"
         )
     if state.mode not in (Mode.ACTIVE, Mode.INACTIVE) or active is None or active > size:
-        words = "rank_assignment must make ranks ACTIVE or INACTIVE, and no more ACTIVE than there are"
-        raise exception.InternalError(f"{words}; it gave {state}")  # the others would wait for them
+        words = "rank_assignment must make each rank ACTIVE or INACTIVE, and count no more than there are"
+        raise exception.InternalError(f"{words}; it gave {state}")  # the others would wait for missing ranks
 
 
-# A function that fails again and again ----------------------------------------------------------------------
+# A function that fails repeatedly ---------------------------------------------------------------------------
 #
 # The *signature* of a fault is the kind of exception and the line of the user's code. Faults of equal
 # signature are the same fault.
@@ -356,7 +356,7 @@ def check_assigned(state: State) -> None:
 def signature_of(error: BaseException) -> str:
     """The signature of an exception: its kind, and the innermost line of the user's code that led to it.
 
-    Without the message, which may contain an address or a number that differs each time.
+    The message is left out, since it may contain an address or a number that differs each time.
     """
     kind, where = type(error).__name__, raised_at(error.__traceback__)
     return cut(kind if where is None else f"{kind} at {where}", IN_LINE)
@@ -373,7 +373,7 @@ def hang_of(thread: int) -> str:
 
 
 def pause_before_entering(count: int) -> float:
-    """Seconds to wait before the function is entered again: none at the first fault, which may be chance.
+    """Seconds to wait before entering the function again: none after the first fault, which may be chance.
 
     Args:
         count: number of iterations in a row that the same fault has ended.

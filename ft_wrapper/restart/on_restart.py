@@ -1,4 +1,4 @@
-"""Reporting a restart: the line in the log, and the report that ``on_restart`` gets.
+"""Reports a restart: the line in the log, and the report that ``on_restart`` gets.
 
 The active rank that enters an iteration last makes the report, logs it, and writes it into the store. With
 ``on_restart`` set, each rank waits for the report before it enters the function.
@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 class RestartTimes:
     """How long the phases of a restart have taken on this rank so far.
 
-    The function's thread replaces the value at the end of each phase, and hands it to the monitor thread when
-    an iteration begins.
+    The function's thread replaces the value at the end of each phase, and passes it to the monitor thread
+    when an iteration begins.
 
     Args:
         until: when the last phase ended, in monotonic seconds.
@@ -43,14 +43,14 @@ class RestartTimes:
     step: int | None = None
 
     def end(self, phase: str, at: float | None = None) -> "RestartTimes":
-        """Ends a phase. A phase that comes again, because not all ranks got in at once, is added up."""
+        """Ends a phase. A phase that repeats, because not all ranks got in at once, is added up."""
         at = max(self.until, time.monotonic() if at is None else at)
         seconds = self.phases.get(phase, 0.0) + at - self.until
         return dataclasses.replace(self, until=at, phases={**self.phases, phase: seconds})
 
 
 class Reporter:
-    """The reports of a call's restarts, on one rank. It holds no state that threads share.
+    """Reports a call's restarts, on one rank. It holds no state shared between threads.
 
     Args:
         own: the call's resources.
@@ -66,10 +66,10 @@ class Reporter:
     def await_report(
         self, state: State, times: RestartTimes, watch: WatchedIteration
     ) -> RestartReport | None:
-        """Waits for the report, until all active ranks have entered. Runs where nothing interrupts it.
+        """Waits for the report, until all active ranks have entered. Nothing interrupts this wait.
 
-        There is no report in a call's first iteration, or if the iteration has ended. Nor is there one after
-        ``barrier_timeout``, or without the store; both are logged.
+        There is no report in a call's first iteration, or if the iteration has ended. There is also none
+        after ``barrier_timeout``, or without the store; both are logged.
 
         Args:
             state: this rank's state.
@@ -87,10 +87,10 @@ class Reporter:
             return None
 
     def tell(self, report: RestartReport | None, state: State, times: RestartTimes) -> None:
-        """Calls ``on_restart``, if there is a report, as a part of the function.
+        """Calls ``on_restart``, if there is a report, as part of the function.
 
         Args:
-            report: what `await_report` returned.
+            report: the result of `await_report`.
             state: this rank's state.
             times: this rank's times so far.
         """
@@ -101,8 +101,8 @@ class Reporter:
             on_restart(dataclasses.replace(report, phases=times.end("enter").phases, step=times.step))
         except Exception:
             if self._own.interrupter.requested:
-                raise  # the interruption, or an error that it has caused
-            log.exception("on_restart failed on rank %s, and the iteration goes on", state.rank)
+                raise  # the interruption, or an error that it caused
+            log.exception("on_restart failed on rank %s; the iteration goes on", state.rank)
 
     def _await_report(
         self, state: State, times: RestartTimes, watch: WatchedIteration
@@ -123,7 +123,7 @@ class Reporter:
                 return self._make(agreement, state, times, store.now())
             if remaining <= 0:
                 log.warning(
-                    "on_restart is not called: active ranks %s of %d did not come into iteration %d within "
+                    "on_restart is not called: active ranks %s of %d did not enter iteration %d within "
                     "barrier_timeout=%g s",
                     *(sorted(missing), active, state.iteration, settings.barrier_timeout),
                 )
@@ -140,7 +140,7 @@ class Reporter:
             times: this rank's times as it entered.
         """
         view, agreement = self._own.member.view, self._own.thread_agreement
-        if state.active_rank == 0:  # now: this rank may be lost before its monitor does it
+        if state.active_rank == 0:  # here, because this rank may be lost before its monitor does it
             note_active_target(agreement.store, view.n)
         now = agreement.store.now()
         if view.is_first or state.active_rank is None:
@@ -160,7 +160,7 @@ class Reporter:
         self._own.member.emit("restarted", kind=report.kind, cause=report.cause, line=str(report), **slots)
 
     def ended(self) -> None:
-        """Ends the wait for the report, since the iteration has ended by a fault."""
+        """Ends the wait for the report, since a fault has ended the iteration."""
         own = self._own
         if own.settings.on_restart is not None and not own.memory.is_in_function:
             own.thread_agreement.store.execute([Notify(keys.restarted(own.member.view.n), "")])
@@ -176,6 +176,6 @@ class Reporter:
         """How long ago the last iteration ended."""
         if times.began_at is not None:
             return now - times.began_at
-        # The process that this one replaces may have run on another host, with another monotonic clock.
+        # The process that this one replaces may have run on another host, with a different monotonic clock.
         began = min((fault.at for fault in faults if fault.at), default=None)
         return now - self._began_at if began is None else max(0.0, time.time() - began)

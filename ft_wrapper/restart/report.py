@@ -1,4 +1,4 @@
-"""What a restart leaves behind: what failed, where, who took over, how long it took; a line in the log."""
+"""The report of a restart: what failed and where, which ranks took over, how long it took; one log line."""
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ class Promotion:
 
     Args:
         slot: its rank at the job's start.
-        rank: the rank that it has now.
+        rank: its new rank.
     """
 
     slot: int
@@ -34,19 +34,19 @@ class Promotion:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RestartReport:
-    """What is known of a restart once all active ranks are back; ``str`` of it is the line in the log.
+    """What is known of a restart once all active ranks are back; its ``str`` is the line in the log.
 
-    Apart from ``phases`` and ``step`` it is the same on all ranks. Initial ranks, those of the job's start,
-    are what the log calls slots.
+    Apart from ``phases`` and ``step`` it is the same on all ranks. The log calls initial ranks (those at the
+    job's start) slots.
 
     Args:
         iteration: number of the iteration that begins.
         cause: what ended the one before, in words: ``rank 2 (slot 2 on node7 pid 4711) died``.
-        interruption: what kind of fault that was; None if nothing failed, and a process joined.
-        lost_slots: the initial ranks whose processes are gone.
+        interruption: the kind of fault; None if nothing failed and a process joined.
+        lost_slots: the initial ranks whose processes are lost.
         joined_slots: the initial ranks whose processes are new.
         promoted: the spares that became active.
-        recompiled_ranks: the active ranks that will compile again.
+        recompiled_ranks: the active ranks that will recompile.
         active_world_size: number of ranks that call the function.
         world_size: number of all ranks, spares included.
         seconds: from the end of the iteration before until the last active rank was back.
@@ -54,8 +54,8 @@ class RestartReport:
             ``decide``, ``enter``. A process that joined knows only the last one.
         culprit_slots: the initial ranks of the likeliest cause; empty if no rank is to blame.
         replacements: the new processes that took the rank of a lost one.
-        excluded: the slot or host that is excluded after too many faults, or that should be but stays, in
-            words; empty if there is none.
+        excluded: describes the slot or host that is excluded after too many faults, or that should be but
+            stays; empty if none.
         step: the last step that this rank had reported (``call_wrapper.step``) when the iteration before
             ended; None if it had reported none, as on a spare and in a process that joined.
     """
@@ -83,7 +83,7 @@ class RestartReport:
 
     @property
     def kind(self) -> str:
-        """What to count it by.
+        """The kind of restart, for counting.
 
         The interruption's name in lower case; ``join`` if nothing failed and a process joined, ``unknown`` if
         no fault was published.
@@ -112,7 +112,7 @@ class RestartReport:
         return _joined(said, len(said)) or ("" if are_joined_active else "no spare stepped in")
 
     def to_json(self) -> str:
-        """All of it as one JSON object, in one line."""
+        """The report as one JSON object, on one line."""
         return json.dumps(dataclasses.asdict(self), default=lambda kind: kind.name)
 
     @classmethod
@@ -120,9 +120,9 @@ class RestartReport:
         """Reads `to_json`.
 
         Raises:
-            ValueError: it is no JSON.
+            ValueError: it is not JSON.
             KeyError: a field is missing.
-            TypeError: there are other fields than this version has.
+            TypeError: it has fields that this version does not know.
         """
         fields = json.loads(text)
         kind = fields["interruption"]
@@ -139,10 +139,10 @@ def make_report(
     """Makes the report of a restart.
 
     Args:
-        decision: what led to the iteration that begins.
+        decision: the decision for the iteration that begins.
         state: of a rank that has entered it.
-        entered: the ranks that have.
-        faults: of the iteration before, `evictions` last.
+        entered: the ranks that have entered it.
+        faults: of the previous iteration, `evictions` last.
         seconds: from its end until the last active rank was back.
     """
     active = sorted((one.active_rank, one) for one in entered if one.active_rank is not None)
@@ -170,15 +170,15 @@ def make_report(
 
 
 def evictions(store: Operations, decision: Decision, faults: Sequence[Fault]) -> list[Fault]:
-    """Makes faults of members that are out though no fault of theirs was published: their hosts were lost.
+    """Makes faults for members that were removed without publishing one: their hosts were lost.
 
-    What fails in the wake of such a loss is published at once. The loss itself shows only later, while the
-    others wait for these members; the iteration has ended by then.
+    Faults in the wake of such a loss are published at once. The loss itself shows only later, while the other
+    members wait for these; the iteration has ended by then.
 
     Args:
         store: knows on which hosts they ran.
-        decision: says which members are out.
-        faults: what was published.
+        decision: lists the removed members.
+        faults: the published faults.
     """
     message = "stopped answering: evicted"
     silent = set(decision.removed).difference(decision.joined, (fault.member for fault in faults))
@@ -190,7 +190,7 @@ def evictions(store: Operations, decision: Decision, faults: Sequence[Fault]) ->
 
 
 def waiting_line(store: Operations, missing: Sequence[Member], hang: float, silence: float) -> str:
-    """Says which members a restart waits for, and for how long.
+    """Describes which members a restart waits for, and for how long.
 
     Args:
         store: knows on which hosts they run.
@@ -205,10 +205,10 @@ def waiting_line(store: Operations, missing: Sequence[Member], hang: float, sile
 
 
 def describe_faults(faults: Sequence[Fault]) -> str:
-    """Says what ended an iteration: the likeliest cause, and how many faults came in its wake.
+    """Describes what ended an iteration: the likeliest cause, and the number of faults in its wake.
 
     Args:
-        faults: what was published, in that order.
+        faults: the published faults, in order.
     """
     if not faults:
         return "no fault was published"
@@ -224,18 +224,18 @@ def culprit_slots(faults: Sequence[Fault]) -> tuple[int, ...]:
     """The slots that `describe_faults` names first: the likeliest cause; empty if no rank is to blame.
 
     Args:
-        faults: what was published, in that order.
+        faults: the published faults, in order.
     """
     _, first = _culprits(faults)[0] if faults else ("", [])
     return tuple(sorted(one.member.slot for one in _to_blame(first)))
 
 
 def _culprits(faults: Sequence[Fault]) -> list[tuple[str, list[Fault]]]:
-    """What happened to the likeliest causes, each with the members to which it did; the likeliest first."""
+    """What happened, each with its members; only the likeliest causes, the likeliest first."""
     worst = by_blame(fault.record for fault in faults)[0].interruption
     culprits = [fault for fault in faults if fault.interruption == worst]
     if worst == Interruption.EXCEPTION:
-        culprits = culprits[:1]  # the others' collectives fail in its wake
+        culprits = culprits[:1]  # collectives of other ranks fail in its wake
     missing = who_is_missing(culprits)
     said: dict[str, list[Fault]] = {}
     for member in dict.fromkeys(fault.member for fault in culprits):
@@ -249,7 +249,7 @@ def _culprits(faults: Sequence[Fault]) -> list[tuple[str, list[Fault]]]:
 
 
 def host_and_pid(store: Operations, member: Member) -> tuple[str, int]:
-    """Where a member runs that has not published its fault itself; empty and 0 if that is not known."""
+    """Host and pid of a member that has not published its fault itself; empty and 0 if unknown."""
     record = record_of(store, member)
     return record.host, record.pid or 0
 
@@ -275,25 +275,25 @@ def _joined(parts: Iterable[str], count: int) -> str:
 
 
 # Which rank did not come ------------------------------------------------------------------------------------
-# Told from where all ranks of a process group stood when they hung. Nothing is concluded unless all ranks of
-# the group have said where they stood, and more than half of them stood in the same operation. A rank that
-# stands elsewhere is named only if it has not begun that operation, or has begun a later one; and not if it
-# waits for yet another rank there.
+# Deduced from where the ranks of a process group were when they hung. Nothing is concluded unless all ranks
+# of the group have reported where they were, and more than half were in the same operation. A rank that
+# was elsewhere is named only if it has not begun that operation, or has begun a later one, and only if it was
+# not itself waiting for yet another rank there.
 
 _Counts = Mapping[Member, GroupSequence]
 _Whole = Mapping[str, _Counts]
 _Said = Mapping[Member, Fault]
-_At = tuple[int, str]  # an operation's number, and its name; or a place in a library, which may be one, too
+_At = tuple[int, str]  # an operation's number and name; or a place in a library, which may also be one
 
 
 def who_is_missing(faults: Iterable[Fault]) -> dict[Member, str]:
-    """Names the ranks that kept the others waiting.
+    """Names the ranks that kept the other ranks waiting.
 
     Args:
-        faults: of ranks that hung, with where each position.
+        faults: of ranks that hung, each with its position.
 
     Returns:
-        By member what it did, to be put behind its name; empty if that cannot be told.
+        By member, a description of what it did, to follow its name; empty if that is unclear.
     """
     said = {fault.member: fault for fault in faults if fault.position.counts}
     groups: dict[str, dict[Member, GroupSequence]] = defaultdict(dict)
@@ -318,7 +318,7 @@ def _is_whole(counts: _Counts) -> bool:
 
 
 def _odd_ones(group: str, counts: _Counts, said: _Said) -> tuple[dict[Member, str], set[Member]]:
-    """Those of a group that are not where most are; and those who are, if there are any of the others."""
+    """The ranks of a group that are not where most are; and those that are, if any rank is elsewhere."""
     at = {member: _at(group, counts[member].number, said[member]) for member in counts}
     (most, times), *_ = Counter(at.values()).most_common(1)
     if most is None or 2 * times <= len(counts):
@@ -330,17 +330,17 @@ def _odd_ones(group: str, counts: _Counts, said: _Said) -> tuple[dict[Member, st
 
 
 def _at(group: str, number: int, fault: Fault) -> _At | None:
-    """Where one stands, if it waits for others there."""
+    """Where a rank is, if it waits for other ranks there."""
     position = fault.position
     if position.in_collective and position.group == group:
         return number, position.operation
-    # In a backward pass, or waiting for what it has begun: that is not said.
+    # In a backward pass, or waiting for an operation that it has begun: which one is not known.
     is_in_library = not position.operation and fault.message.startswith("stood in ")
     return (number, fault.message) if is_in_library else None
 
 
 def _why(group: str, count: GroupSequence, at: _At | None, most: _At, fault: Fault) -> str | None:
-    """Why one is odd that is not where most are; None if it may be where they are in truth."""
+    """Why a rank is odd that is not where most are; None if it may in fact be where they are."""
     number, operation = most
     is_known = not operation.startswith("stood in ")
     what = f"{operation if is_known else 'collective'} #{number} of group {group}"
@@ -349,18 +349,18 @@ def _why(group: str, count: GroupSequence, at: _At | None, most: _At, fault: Fau
     if is_there and position.operation == operation and not count.is_exact:
         return None  # it may only have sent and received more, or less
     if count.number < number:
-        return f"did not come to {what}"
+        return f"did not reach {what}"
     if count.number > number:
         further = count.number - number
         is_sure = is_known and (is_there or count.is_exact)
-        return f"was {further} further than the others, who were in {what}" if is_sure else None
+        return f"was {further} ahead of the others, which were in {what}" if is_sure else None
     if is_there and is_known and at is not None:
         return f"was in {at[1]} instead of {what}"
     return None  # it has begun it, and may wait for its end
 
 
 def _waits(one: Member, whole: _Whole, said: _Said, settled: set[Member], are_others: bool) -> bool:
-    """Whether one that is odd may itself wait for a rank that is not where most are."""
+    """Whether an odd rank may itself wait for a rank that is not where most are."""
     position = said[one].position
     if not position.operation:
         return False
@@ -368,12 +368,12 @@ def _waits(one: Member, whole: _Whole, said: _Said, settled: set[Member], are_ot
         return are_others or position.group not in whole
     counts = whole.get(position.group)
     if counts is None:
-        return True  # for one that has said nothing
+        return True  # for a rank that has reported nothing
     return any(count.number < counts[one].number for member, count in counts.items() if member not in settled)
 
 
 def _waited_for(whole: _Whole, said: _Said) -> dict[Member, str]:
-    """Those who stand in code of their own, where another has begun a collective: no majority is needed."""
+    """The ranks that are in user code while another has begun a collective; this needs no majority."""
     named: dict[Member, str] = {}
     for fault in said.values():
         counts = whole.get(fault.position.group, {}) if fault.position.in_collective else {}
@@ -381,7 +381,7 @@ def _waited_for(whole: _Whole, said: _Said) -> dict[Member, str]:
             other = said[member]
             is_busy = other.message.startswith("stood at ") and not other.position.operation
             if is_busy and count.is_exact and count.number < counts[fault.member].number:
-                named.setdefault(member, f"did not come to {fault.position}")
+                named.setdefault(member, f"did not reach {fault.position}")
     return named
 
 

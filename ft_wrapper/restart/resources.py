@@ -44,11 +44,11 @@ class Remembered:
 
     Args:
         call: number of the next call; the last one's number if this process left that with an error.
-        member: who it was; None if the call had completed before it came.
-        view: the iteration that ended well, in which it had
-        rank: this rank, of
-        world_size: so many.
-        monitor: keeps watch between the two calls; to be closed once another one has joined.
+        member: its membership; None if the call had completed before it joined.
+        view: the last iteration, which succeeded.
+        rank: its rank in that iteration.
+        world_size: the size of that iteration.
+        monitor: keeps watch between the two calls; to be closed once another monitor has joined.
         has_failed: whether this process left the last call with an error, so that it joins that call again.
     """
 
@@ -63,42 +63,42 @@ class Remembered:
 
 # The environment variables that a call changes.
 _CHANGED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
-_FILES_OF_A_CALL = 18  # with what its monitor, if that is a process, opens for itself
-# What this process knows of its last wrapped call, by store.
+_FILES_OF_A_CALL = 18  # including the files of its monitor, if that is a process
+# What this process remembers of its last wrapped call, by store.
 _remembered: dict[str, Remembered] = {}
 
 
-# Connections to a store that outlives calls, kept for the next one: the call's, its monitor thread's, and
-# this host's address towards it. For a new one torch asks DNS for the name of its peer: seconds, where an
-# answer is lost. By store, and for how long that is tried. A forked process would have its parent's.
+# Connections to a store that outlives calls, kept for the next call: the call's, its monitor thread's, and
+# this host's address towards the store. For a new connection torch asks DNS for its peer's name, which takes
+# seconds if an answer is lost. Keyed by store and timeout. A forked process must not use its parent's.
 _kept: dict[tuple[str, float], tuple[list[StoreMixin], str]] = {}
 os.register_at_fork(after_in_child=_kept.clear)
 
 
 class Resources:
-    """All that a call owns: made as a whole, or not at all.
+    """Everything that a call owns: made as a whole, or not at all.
 
     Args:
         settings: durations, switches and plug-ins.
-        plan: which store, and who hosts it.
-        base: this rank's state as the environment has it; its ranks become those of the last call.
-        function_name: of the wrapped function: it must be the same on all ranks.
-        begin_thread: begins the monitor thread, with a client for it alone, and with what stops the function.
+        plan: the store, and which process hosts it.
+        base: this rank's state from the environment; its ranks become those of the last call.
+        function_name: name of the wrapped function, the same on all ranks.
+        begin_thread: begins the monitor thread, with its own client and the function's interrupter.
 
     Attributes:
         is_registered: whether this process holds its slot.
-        is_in: whether it has got into the job; also if its call had completed before it came.
-        is_in_time: False if the other ranks had completed the call when this one came.
+        is_in: whether it has joined the job, even if its call had already completed.
+        is_in_time: False if the other ranks had completed the call when this one joined.
         has_completed: whether all ranks have finished.
-        thread_stays: whether the monitor thread is left to wait for an end that others bring about.
-        monitor_lost: set if the monitor has ended by itself.
-        store_lost: why the store cannot be reached any more.
+        thread_stays: whether the monitor thread is left waiting for an end that other ranks cause.
+        monitor_lost: set if the monitor has ended on its own.
+        store_lost: why the store can no longer be reached.
         thread_agreement: what the ranks agree on, over the monitor thread's client.
         address: of this host, as the other ranks see it.
 
     Raises:
         RestartError: the store cannot be used, or ranks are missing.
-        OSError: this process may not open as many files as that takes.
+        OSError: this process may not open enough files.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Resources:
         function_name: str,
         begin_thread: Callable[[StoreMixin, interrupt.Interrupter], threads.MonitorThread],
     ) -> None:
-        # Otherwise its monitor or a client of the store would fail half-way, and the others call it missing.
+        # Otherwise its monitor or a store client would fail halfway, and the other ranks report it missing.
         check_open_files(_FILES_OF_A_CALL, f"rank {base.initial_rank}")
         self.settings = settings
         self.plan = plan
@@ -121,7 +121,7 @@ class Resources:
         remembered = _remembered.get(plan.description, Remembered(call=0))
         _remembered[plan.description] = Remembered(remembered.call, has_failed=True)  # until it has completed
         if plan.port is not None:
-            remembered = dataclasses.replace(remembered, call=0)  # each call has a store of its own
+            remembered = dataclasses.replace(remembered, call=0)  # each call has its own store
         slots = list(range(size))
         if remembered.view is not None:
             slots = [member.slot for member in remembered.view.members]
@@ -145,7 +145,7 @@ class Resources:
                 self._say_who_is_missing,
                 self.monitor.heart,
             )
-            owned.callback(self._say_goodbye)  # once the monitor thread is through with the store
+            owned.callback(self._say_goodbye)  # once the monitor thread no longer uses the store
             self.thread_agreement = Agreement(self._clients[1])
             self.thread = begin_thread(self._clients[1], self.interrupter)
             owned.callback(self._end_thread)
@@ -154,27 +154,27 @@ class Resources:
             self._owned = owned.pop_all()
 
     def close(self, error: BaseException | None) -> None:
-        """Gives back everything: threads, processes, sockets, handlers, variables."""
+        """Releases everything: threads, processes, sockets, handlers, variables."""
         kind = None if error is None else type(error)
-        # With its traceback: what of this is a generator puts that back which it was given.
+        # With its traceback, since a context manager made from a generator sets it to the one passed.
         self._owned.__exit__(kind, error, getattr(error, "__traceback__", None))
         self.store_lost = None  # its frames refer to all of this
 
     def remember(self, state: State) -> None:
-        """Notes what the next wrapped call on this store has to know."""
+        """Notes what the next wrapped call on this store needs to know."""
         self.has_completed = True
         member, last = self.member, Remembered(self.member.call + 1)
         if self.is_in_time:
             last = Remembered(last.call, member.member, member.view, state.rank or 0, state.world_size)
         _remembered[self.plan.description] = last
 
-    # Making it: what is closed last comes first ------------------------------------------------------------
+    # Making it: in reverse order of closing ----------------------------------------------------------------
 
     def _hold_process(self, owned: contextlib.ExitStack) -> None:
-        """What the call changes in its process, and puts back."""
+        """Sets up what the call changes in its process, and restores at its end."""
         self.signals = KeptHandlers()
         owned.callback(self.signals.forget)
-        owned.callback(self.signals.release)  # once all is closed: the monitor's end is a signal, too
+        owned.callback(self.signals.release)  # once all is closed: the monitor's end is also a signal
         owned.callback(_restore_variables, {name: os.environ.get(name) for name in _CHANGED})
         owned.callback(identity.mark_own())
         self.memory = owned.enter_context(contextlib.closing(shared_memory.RankMemory()))
@@ -186,7 +186,7 @@ class Resources:
         owned.callback(warm_up.await_early_context)
 
     def _hold_monitor(self, owned: contextlib.ExitStack, slot: int) -> AllLimits:
-        """Who watches this rank; gives the limits, which the monitor completes."""
+        """Gets the monitor that watches this rank; returns the limits, completed from the monitor."""
         limits = self.settings.all_limits
         self.monitor = self._find_monitor(limits, slot)
         owned.push(self._end_monitor)
@@ -194,23 +194,23 @@ class Resources:
         return dataclasses.replace(limits, replaced=self.monitor.replaced)
 
     def _hold_clients(self, owned: contextlib.ExitStack) -> StoreMixin:
-        """The call's client of the store, which is given, and its monitor thread's."""
+        """Gets two store clients: the call's, which it returns, and its monitor thread's."""
         kept = _kept.pop((self.plan.description, self.settings.barrier_timeout), None)
         self._clients, self.address = kept or ([self.plan.connect()], "")
         owned.push(self._end_clients)
         store = self._clients[0]
         if kept is None:
-            # A store that is on no one host says nothing of the way to the other ranks.
+            # A store on several hosts does not tell the route to the other ranks.
             towards = getattr(store, "host_name", None) or os.environ.get("MASTER_ADDR", "localhost")
             self.address = own_address(towards)
             self._clients.append(store.clone())
         return store
 
     def _hold_main_thread(self, owned: contextlib.ExitStack) -> None:
-        """What interrupts the function's thread, and says that it makes progress."""
+        """Sets up what interrupts the function's thread, and what notes its progress."""
         self.interrupter = interrupt.Interrupter(self.settings.limits.cleanup_timeout)
         owned.callback(self.interrupter.close)
-        self.signals.note()  # with the interrupter's
+        self.signals.note()  # including the interrupter's
         owned.callback(self.signals.put_back)
         is_main_thread = threading.current_thread() is threading.main_thread()
         if is_main_thread:
@@ -219,10 +219,10 @@ class Resources:
         owned.callback(threads.ProgressWatchdog(self.memory, interval, is_main_thread).stop)
 
     def _find_monitor(self, limits: AllLimits, slot: int) -> MonitorLine:
-        """The monitor inside the agent, if there is one; otherwise one in a process of its own."""
+        """The monitor inside the agent, if there is one; otherwise one in its own process."""
         paths = (self.settings.monitor_process_logfile, self.settings.monitor_process_pidfile)
         logfile, pidfile = (path and path.replace("{rank}", str(slot)) for path in paths)
-        has_none = logfile is None and pidfile is None  # those are a process's
+        has_none = logfile is None and pidfile is None  # only a monitor process has these
         line, replaced = ask_agent(limits, self.plan, self.memory, self._on_monitor_lost, watch=has_none)
         if line is not None:
             return line
@@ -242,8 +242,8 @@ class Resources:
                     on_lost=self._on_monitor_lost,
                 )
             except StoreError:
-                # This process may have been started again: then its predecessor's monitor still has the port.
-                # Or the user's store is there.
+                # This process may be a replacement: then its predecessor's monitor still has the port. Or the
+                # port is that of the user's store.
                 if not (self._hosts and self.plan.is_served(by_rank=bool(limits.rejoin))):
                     raise
                 self._hosts = False
@@ -254,12 +254,12 @@ class Resources:
         self.monitor.join(member)
 
     def _join(self, remembered: Remembered, base: State, since_last_call: contextlib.ExitStack) -> bool:
-        """Gets into the job; False if the call has completed already.
+        """Joins the job; False if the call has already completed.
 
         Args:
             remembered: what is known of the last call.
             base: gets the ranks that this process had there.
-            since_last_call: lets go of the monitor that has kept watch since then.
+            since_last_call: releases the monitor that has kept watch since then.
         """
         member = self.member
         if remembered.member is None or remembered.view is None or self.plan.port is not None:
@@ -273,10 +273,10 @@ class Resources:
             if not is_in_time and remembered.has_failed:
                 raise RankDiscarded(
                     f"slot {member.slot} left call {member.call} with an error, and others have completed "
-                    "it since: what it calls now is not what they call next; start its process again"
+                    "it since: its next call is not theirs; restart its process"
                 )
             return is_in_time
-        # The store outlived the last call: its last members go on to the next call's first iteration.
+        # The store outlived the last call, whose last members go on to the next call's first iteration.
         member.check_terms()
         member.member, member.view = remembered.member, remembered.view
         base.rank, base.world_size = remembered.rank, remembered.world_size
@@ -293,52 +293,52 @@ class Resources:
             raise
         return True
 
-    # Giving it back --------------------------------------------------------------------------------------
+    # Releasing it ----------------------------------------------------------------------------------------
 
     def _say_goodbye(self) -> None:
-        port = self.plan.port  # where no rank hosts the store, no one waits for a goodbye
+        port = self.plan.port  # if no rank hosts the store, none waits for a goodbye
         if port is None or not self.is_registered or self.store_lost is not None:
             return
         store = self.member.agreement.store
         with self.waiting, contextlib.ExitStack() as waited_for:
             if self.has_completed and not self._hosts:
-                # The host's monitor closes the port once all have said goodbye. A wrapped function that is
-                # called next must not meet the old server there.
-                with contextlib.suppress(StoreError, OSError):  # it is gone
+                # The host's monitor closes the port once all have said goodbye. The next wrapped call must
+                # not find the old server there.
+                with contextlib.suppress(StoreError, OSError):  # it is closed
                     if self.plan.is_hosted_by_rank(store):
                         address = getattr(store, "host_name", ""), port
                         line = waited_for.enter_context(socket.create_connection(address, timeout=5.0))
-                        patience = min(self.settings.completion_timeout, 1e6)  # poll takes some 25 days
+                        patience = min(self.settings.completion_timeout, 1e6)  # poll waits 25 days at most
                         waited_for.callback(connection.wait, [line], patience)
             self.member.say_goodbye()
 
     def _end_monitor(self, kind: type[BaseException] | None, *_: object) -> None:
-        # The monitor ends, or looks no more until the next call.
+        # The monitor ends, or stops looking until the next call.
         self.memory.enter_phase(shared_memory.Phase.IDLE)
         if kind is RankExcluded:
-            self.memory.leave_requested = True  # so that the agent counts no rank as gone
+            self.memory.leave_requested = True  # so that the agent does not count it as lost
         if self.has_completed and kind is None and self.plan.port is None and self.monitor.between():
-            # Those who go on to the next call on this store wait for this rank, as long as it lives.
+            # Ranks that go on to the next call on this store wait for this rank, as long as it lives.
             last = _remembered[self.plan.description]
             _remembered[self.plan.description] = dataclasses.replace(last, monitor=self.monitor)
         elif self._hosts and kind is not None and self.is_in:
-            self.monitor.detach()  # the others go on, and need the store that it hosts
+            self.monitor.detach()  # the other ranks go on, and need the store that it hosts
         else:
-            # One that hosts nothing has nothing left to do; it may still look for a store that has ended.
+            # A monitor that hosts nothing is done; it may still be trying to reach a store that has ended.
             settings = self.settings
             self.monitor.close(settings.barrier_timeout if self._hosts else settings.termination_grace_time)
 
     def _end_thread(self) -> None:
-        # It waits for the store, too, or for an end that this rank does not bring about.
+        # It may be waiting for the store, or for an end that this rank does not cause.
         is_left = self.store_lost is not None or self.thread_stays
         with self.waiting:
             has_ended = self.thread.stop(0.0 if is_left else self.settings.barrier_timeout)
         if not has_ended:
-            del self._clients[1]  # which that waits on, and lets go of at its end
+            del self._clients[1]  # the thread waits on it, and releases it at its end
         del self.thread  # it refers to the call
 
     def _end_clients(self, kind: type[BaseException] | None, *_: object) -> None:
-        # A store of one call ends with it; etcd's client has threads, and asks no DNS.
+        # A store of one call ends with it. etcd's client has threads, and does not ask DNS.
         outlives = self.plan.port is None and isinstance(self._clients[0], TCPStore)
         if outlives and self.has_completed and kind is None and len(self._clients) == 2:
             key = self.plan.description, self.settings.barrier_timeout
@@ -348,16 +348,16 @@ class Resources:
                 client.close()
 
     def _say_who_is_missing(self, missing: Sequence[Member], waited: float) -> None:
-        """Logs for whom a restart waits, and within what time it goes on without them."""
+        """Logs which members a restart waits for, and for how long."""
         hang = max(0.0, self.settings.hard_timeout - waited)
         silence = max(0.0, self.settings.heartbeat_timeout - waited)
         log.warning("%s", waiting_line(self.member.agreement.store, missing, hang, silence))
 
     def _on_monitor_lost(self) -> None:
-        """In a thread of its own: no one would notice this rank's faults any more, so it leaves the job."""
+        """Makes this rank leave the job, since its faults would go unnoticed. Runs in its own thread."""
         self.monitor_lost.set()
-        # A rank that is not in finds out when it wants to say so to the monitor. If it hosts the store,
-        # that is lost, too: all ranks find out at once.
+        # A rank that has not joined finds out when it tells the monitor that it joins. If the monitor hosts
+        # the store, that is lost, too: all ranks find out at once.
         if self.is_in and not self._hosts:
             try:
                 with contextlib.closing(self.plan.connect()) as store:
@@ -380,14 +380,14 @@ class HelperConnection(Protocol):
     """Connections of the function's helpers to other ranks, in one iteration."""
 
     def abort(self) -> None:
-        """Ends what waits there, from any thread, and unnoticed by other ranks."""
+        """Ends pending waits there, from any thread, unnoticed by other ranks."""
 
     def close(self) -> None:
         """Closes them."""
 
 
 class Services:
-    """What live states and checkpoints use of their call, beside the `CallWrapper`: nothing else of it.
+    """The only parts of a call that live states and checkpoints use, besides the `CallWrapper`.
 
     Args:
         own: what the call owns.
@@ -402,7 +402,7 @@ class Services:
         kept: objects that outlive iterations, by name.
         at_end: callbacks for the end of the iteration on this rank.
         end_fields: fields for the event of that end.
-        connections: kept open until all ranks have left the iteration, or others would take it for a fault.
+        connections: kept open until all ranks have left the iteration; otherwise others would see a fault.
     """
 
     def __init__(self, own: Resources) -> None:
@@ -419,7 +419,7 @@ class Services:
 
     @property
     def iteration(self) -> int:
-        """The current iteration; no number comes twice in the store's life."""
+        """The current iteration; its number is unique over the store's lifetime."""
         return self._own.member.view.n
 
     @property
@@ -428,7 +428,7 @@ class Services:
         return self._own.member.view.decision.first
 
     def check_iteration(self, n: int, what: str) -> None:
-        """Raises RuntimeError unless the function runs, in this iteration; ``what`` belongs to it."""
+        """Raises RuntimeError unless the function runs in iteration n, to which ``what`` belongs."""
         if not self._own.interrupter.is_running or n != self.iteration:
             how = "make one in the function, in each iteration"
             raise RuntimeError(f"{what} of another iteration, or outside of the wrapped function: {how}")

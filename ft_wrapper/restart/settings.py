@@ -28,7 +28,7 @@ def _check_path(name: str, value: Any) -> str | None:
 
 
 def _check_function(name: str, value: Any, words: str, takes: tuple[object, ...] = ()) -> Any:
-    """Checks what is to be called with some arguments, or is None."""
+    """Checks that a value is None or can be called with the given arguments."""
     if value is not None:
         checks.check_kind(name, value, Callable, words)
         check_arguments(f"{name}={value!r} must be {words}", value, takes, {})
@@ -58,30 +58,30 @@ class Limits(RareLimits):
         cleanup_timeout: how long the clean-up of an interrupted function (``finally`` and ``except`` blocks,
             a framework's teardown) may take before it is interrupted, too.
         on_join: what happens when a process joins the running job (which needs ``rejoin``): it waits for the
-            ``next`` restart; or it ends the iteration if fewer ranks are active than there were
-            (``degraded``), or in any case (``now``).
+            ``next`` restart; or it ends the iteration if fewer ranks are active than before (``degraded``),
+            or in any case (``now``).
         join_window: how long joins are gathered before that; longer in a crash loop.
         rejoin_wait: how long a restart waits for an announced replacement.
         max_same_faults: the same fault this many times in a row ends the job with that error. The same means:
-            the same type, at the same line of your code, without progress before it: a ``ping()`` (behind the
-            begin of its first step, if the function tells steps), a second step, or a minute in the function.
-            From the second time on the ranks wait before they enter the function again: 0.5 s, and twice as
-            long each time, at most 10 s. None: the job never ends or slows down.
+            the same type, at the same line of your code, without progress before it. Progress is a ``ping()``
+            (after the start of its first step, if the function reports steps), a second step, or a minute in
+            the function. From the second time on the ranks wait before they enter the function again: 0.5 s,
+            doubled each time, at most 10 s. None: the job never ends or slows down.
         max_faults: a slot or host that causes this many restarts within ``fault_window`` is excluded: its
             ranks leave and are not restarted; a spare takes over. Not if fewer than ``min_world_size`` ranks
             would be left. None: no exclusion.
-        fault_window: how long a fault counts for that.
+        fault_window: how long a fault counts towards ``max_faults``.
         collect_garbage: run Python's garbage collector between iterations, while this rank waits for the
             others, so that old models in reference cycles are freed before new ones are made. At the first
-            call and the first restart what is left is frozen (``gc.freeze``), which makes it cheap.
+            call and the first restart the remaining objects are frozen (``gc.freeze``) to make this cheap.
         keep_groups: experimental. ``call_wrapper.process_group()`` makes one default group, which survives
-            restarts and gets its new peers, with torch >= 2.15 and a backend that can. Otherwise each
+            restarts and gets its new peers, with torch >= 2.15 and a backend that supports it. Otherwise each
             iteration makes a new one.
-        warm_up: run without arguments on each spare while it waits, once in a process: for work that would
+        warm_up: run without arguments on each spare while it waits, once per process: for work that would
             slow down its first step (caches, kernels, files). No collectives, because no other rank takes
-            part. Before it, and also when None, a spare does what torch leaves to the first step. If the
-            spare is needed, it is interrupted, and starts again at the next wait; what it raises is logged,
-            and the spare keeps waiting. False: no warming up.
+            part. Before it, and also when None, a spare does the work that torch leaves to the first step. If
+            the spare is needed, the function is interrupted, and runs again at the next wait. Its errors are
+            logged, and the spare keeps waiting. False: no warm-up.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -116,22 +116,22 @@ class Settings(MainLimits):
 
     @property
     def all_limits(self) -> AllLimits:
-        """What of these the monitor and the protocol have to know."""
+        """The settings that the monitor and the protocol need to know."""
         main = {name: getattr(self, name) for name in about(MainLimits)}
         return AllLimits(**main, **{name: getattr(self.limits, name) for name in about(RareLimits)})
 
     @property
     def terms(self) -> dict[str, object]:
-        """What must be the same on all ranks, as JSON has it."""
+        """The settings that must be the same on all ranks, as JSON values."""
         return {**self.all_limits.shared, "rank_assignment": _outline(self.rank_assignment)}
 
 
 def check_together(settings: Settings) -> None:
-    """Checks what a user passed as a whole.
+    """Checks a user's arguments against each other.
 
     Raises:
         TypeError: ``store_kwargs`` do not fit ``store_factory``.
-        ValueError: durations contradict each other, or who is active is said in two ways.
+        ValueError: durations contradict each other, or the active ranks are set in two ways.
     """
     limits = settings.all_limits
     for name, known in about(AllLimits).items():
@@ -153,7 +153,7 @@ def check_together(settings: Settings) -> None:
 
 
 def default_assignment(active_world_size: int | None) -> RankAssignment:
-    """The ranks move up, and all or the first ones are active."""
+    """The default assignment: ranks move up to fill gaps, and all or the first ones are active."""
     active = ActivateAllRanks() if active_world_size is None else MaxActiveWorldSize(active_world_size)
     made: RankAssignment = Compose(active, ShiftRanks())
     return made
@@ -167,7 +167,7 @@ def _outline(plug_in: Any) -> str:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """What the terms of a job call a function: without an address, which differs from rank to rank."""
+    """A function's name in the terms of a job: without its address, which differs between ranks."""
     while isinstance(function, functools.partial):
         function = function.func
     named: Any = function if hasattr(function, "__qualname__") else type(function)

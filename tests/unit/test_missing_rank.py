@@ -34,7 +34,7 @@ def all_others(what: str, **numbers: int) -> list[tuple[str, dict[str, int]]]:
     return [(what, numbers)] * 3
 
 
-NOT_TO_5 = "did not come to all_reduce #5 of group 0"
+NOT_TO_5 = "did not reach all_reduce #5 of group 0"
 WAIT = all_others("all_reduce 0", g0=5, g1=1)
 
 
@@ -56,7 +56,7 @@ WAIT = all_others("all_reduce 0", g0=5, g1=1)
         pytest.param(
             "barrier 0",
             {"g0": 7, "g1": 1},
-            "was 2 further than the others, who were in all_reduce #5 of group 0",
+            "was 2 ahead of the others, which were in all_reduce #5 of group 0",
             id="further",
         ),
         pytest.param("all_reduce 0", {"g0": 5, "g1": 1}, None, id="with the others"),
@@ -75,8 +75,8 @@ def test_one_of_four_is_elsewhere(what: str, numbers: dict[str, int], why: str |
     ("what", "number", "why"),
     [
         ("all_reduce 0", 4, NOT_TO_5),
-        ("all_reduce 0", 6, "was 1 further than the others, who were in all_reduce #5 of group 0"),
-        (SLEEP, 6, "was 1 further than the others, who were in all_reduce #5 of group 0"),
+        ("all_reduce 0", 6, "was 1 ahead of the others, which were in all_reduce #5 of group 0"),
+        (SLEEP, 6, "was 1 ahead of the others, which were in all_reduce #5 of group 0"),
     ],
 )
 def test_a_number_alone_tells_where_it_counts_collectives_only(what: str, number: int, why: str) -> None:
@@ -87,7 +87,7 @@ def test_a_number_alone_tells_where_it_counts_collectives_only(what: str, number
 
 def test_in_a_backward_pass_the_operation_is_not_known() -> None:
     faults = [fault(rank, BACKWARD, False, g0=5) for rank in range(3)]
-    why = "did not come to collective #5 of group 0"
+    why = "did not reach collective #5 of group 0"
     assert who_is_missing([*faults, fault(3, SLEEP, False, g0=4)]) == {Member(3, 0): why}
     for what, number in ((SLEEP, 5), (SLEEP, 6), (BACKWARD, 5)):
         assert who_is_missing([*faults, fault(3, what, False, g0=number)]) == {}
@@ -98,7 +98,7 @@ def test_one_that_waits_for_the_missing_one_is_not_named() -> None:
     missing = fault(4, SLEEP, True, g5=4, g34=1)
     for second in ("all_reduce 34", "recv 34"):
         named = who_is_missing([*faults, fault(3, second, True, g5=4, g34=2), missing])
-        assert named == {Member(4, 0): "did not come to all_reduce #5 of group 5"}
+        assert named == {Member(4, 0): "did not reach all_reduce #5 of group 5"}
 
 
 def test_one_that_stands_with_most_of_another_group_is_not_named() -> None:
@@ -151,7 +151,7 @@ def test_what_the_line_says() -> None:
         for one in (*faults, culprit)
     ]
     assert describe_faults([*still, *faults, culprit]) == (
-        "rank 3 (slot 3) did not come to all_reduce #4711 of group 0, made no progress for soft_timeout=3 s "
+        "rank 3 (slot 3) did not reach all_reduce #4711 of group 0, made no progress for soft_timeout=3 s "
         "and stood in broadcast #12 of group 1, called at a.py:5 in train; rank 0 (slot 0), rank 1 (slot 1), "
         "rank 2 (slot 2) made no progress for soft_timeout=3 s and stood in all_reduce #4711 of group 0, "
         "called at a.py:5 in train"
@@ -165,7 +165,7 @@ def test_the_missing_one_comes_first_wherever_the_others_stand() -> None:
     ]
     text = describe_faults([*places, fault(3, "all_reduce 1", True, g0=4, g1=2)])
     assert text.startswith(
-        "rank 3 (slot 3 on host7 pid 103) did not come to all_reduce #5 of group 0, stood in "
+        "rank 3 (slot 3 on host7 pid 103) did not reach all_reduce #5 of group 0, stood in "
     )
 
 

@@ -102,4 +102,4 @@ def test_a_worker_that_does_not_answer_is_a_hang_and_no_process_is_ended(job: Jo
     assert [value[:2] for value in ended] == [[1, job[slot].pid] for slot in range(3)]
     assert all([2, "SOFT_TIMEOUT"] in value[2] for value in ended)
     logs = "".join(job[slot].log for slot in range(3))
-    assert re.search(r"restart 1: rank 2 \(.*?\) did not come to \w+ #\d+ of group 0, ", logs)
+    assert re.search(r"restart 1: rank 2 \(.*?\) did not reach \w+ #\d+ of group 0, ", logs)

@@ -126,7 +126,7 @@ def test_a_thread_that_an_interrupted_function_left_is_waited_for(
     assert [process.code for process in job.ranks.values()] == [0, 0]
     lines = [said["words"] for said in job[0].said("waits")]
     assert len(lines) == (not ends_before)
-    line = "the process waits at its end for what an interrupted function left: thread writer_0"
+    line = "exit waits for threads or processes of an interrupted function: thread writer_0"
     assert all(words.startswith(line) for words in lines), lines
     assert all(said["told"] for said in job[0].said("waits")), (
         "the agent hears of it, whichever call has left it"

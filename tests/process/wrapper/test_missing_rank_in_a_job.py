@@ -15,10 +15,10 @@ from ft_wrapper.testing import blocking_backend
 
 SIZE = 4
 WHY = {
-    "another group": "did not come to all_reduce #{} of group 0",
-    "elsewhere": "did not come to all_reduce #{} of group 0",
+    "another group": "did not reach all_reduce #{} of group 0",
+    "elsewhere": "did not reach all_reduce #{} of group 0",
     "another operation": "was in barrier instead of all_reduce #{} of group 0",
-    "further": "was 1 further than the others, who were in all_reduce #{} of group 0",
+    "further": "was 1 ahead of the others, which were in all_reduce #{} of group 0",
 }
 
 

@@ -173,7 +173,7 @@ def test_what_fails_in_it_is_logged_or_a_fault_of_its_rank(job: Job) -> None:
     job.wait_for_end()
     assert (job[0].value, job[4].value, job[1].code) == (9, 9, 5)
     assert job[2].code is not None and job[2].code < 0
-    assert job[1].log.count("on_restart failed on rank 1, and the iteration goes on") == 1
+    assert job[1].log.count("on_restart failed on rank 1; the iteration goes on") == 1
     assert "KeyError: 'no network'" in job[1].log
     for slot in (0, 2, 3, 4):
         assert "on_restart failed" not in job[slot].log
@@ -236,7 +236,7 @@ def test_one_that_takes_too_long_is_named_and_the_others_enter(job: Job) -> None
     job.expect("in", 0, 2, n=1)
     job.tell("finish")
     assert job.wait() == [1, 1, 1]
-    words = "on_restart is not called: active ranks [1] of 3 did not come into iteration 1 within "
+    words = "on_restart is not called: active ranks [1] of 3 did not enter iteration 1 within "
     assert len(lines(job, words)) == 2 and not reports(job, 0)
 
 
