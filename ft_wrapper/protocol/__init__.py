@@ -1,4 +1,4 @@
-"""The protocol over one store: its parts, each made once."""
+"""The protocol over one store: its parts, one of each."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -4,7 +4,7 @@ Each method is a few lines over the protocol. The coordinator is the member whos
 follows from the decision, the logged deaths and the caller's own clock. Two callers that see different
 members silent may name different coordinators; this does no harm.
 
-A *rank* here is the slot: the rank at the start of the job, which stays the same when others leave.
+A *rank* here is the slot: the rank at the start of the job, which does not change when others leave.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from .records import FAULT, Member, to_number
 from .silence import HeartbeatObserver
 from .waiting import looks
 
-_TERMS: dict[str, object] = {"iterations": "by hand"}  # so that nobody joins a job of the wrapper
+_TERMS: dict[str, object] = {"iterations": "by hand"}  # so that no client joins a job of the wrapper
 #: Seconds without a heartbeat after which a member is silent: the wrapper's default.
 SILENT_AFTER = AllLimits.heartbeat_timeout
 
@@ -27,8 +27,8 @@ SILENT_AFTER = AllLimits.heartbeat_timeout
 class ByHand(Operations):
     """Global iterations by hand, for programs and tests that drive the iterations themselves.
 
-    A client acts for the member that it joined as, even if a newer process holds the rank by now. So a
-    process that was left out acts for nobody.
+    A client acts for the member that it joined as, even if a newer process now holds the rank. So a process
+    that was left out acts for no member.
     """
 
     launched_rank = ""
@@ -79,8 +79,8 @@ class ByHand(Operations):
     ) -> set[int]:
         """The living ranks of the current iteration, as far as this client knows.
 
-        The logged dead are left out, and so are the silent: ranks whose heartbeat this client has seen stand
-        still, on its own clock. At the first look nobody is silent.
+        The logged dead are left out, and so are the silent: ranks whose heartbeat has not changed, on this
+        client's own clock. At the first look no rank is silent.
 
         Args:
             world_size: only ranks below this number are returned.
@@ -99,9 +99,9 @@ class ByHand(Operations):
     def elect_coordinator(
         self, world_size: int, timeout: timedelta, *, heartbeat_timeout: float = SILENT_AFTER
     ) -> int:
-        """The rank whose turn it is to propose: the lowest rank that lives, as far as this client knows.
+        """The rank whose turn it is to propose: the lowest living rank, as far as this client knows.
 
-        Nothing is written, and the other ranks may propose, too.
+        This writes nothing, and the other ranks may propose, too.
 
         Args:
             world_size: only ranks below this number count.
@@ -129,11 +129,11 @@ class ByHand(Operations):
         """Whether the current coordinator sends heartbeats, as far as this client has seen.
 
         Silence is measured between two looks of the same client, so at the first look every coordinator
-        lives. Look at least every 15 s: a longer pause counts as 15 s, since the client itself may have been
-        stopped.
+        is alive. Look at least every 15 s: a longer pause counts as 15 s, since the client itself may have
+        been stopped.
 
         Args:
-            timeout_seconds: seconds for which the heartbeat may stand still.
+            timeout_seconds: seconds for which the heartbeat may be unchanged.
         """
         coordinator = self._job._coordinator()
         return coordinator is not None and self._job._stillness(coordinator) < timeout_seconds
@@ -141,7 +141,7 @@ class ByHand(Operations):
     def update_coordinator_heartbeat(self) -> None:
         """Sends a heartbeat of this client's member, which may be the coordinator.
 
-        Nobody sends another member's heartbeat, so a lost coordinator never looks alive. Under the wrapper
+        No client sends another member's heartbeat, so a lost coordinator never looks alive. Under the wrapper
         the rank's monitor sends it.
 
         Raises:
@@ -152,8 +152,8 @@ class ByHand(Operations):
     def get_coordinator_heartbeat(self) -> int:
         """A number that changes while the current coordinator sends heartbeats; 0 without a coordinator.
 
-        Compare it with an earlier value. It is no time, which would be of another host's clock. It counts
-        heartbeats; on etcd, where heartbeats are leases, it counts looks, and is -1 once the lease has
+        Compare it with an earlier value. It is not a time, which would be on another host's clock. It counts
+        heartbeats. On etcd, where heartbeats are leases, it counts looks, and is -1 once the lease has
         expired.
         """
         coordinator = self._job._coordinator()
@@ -202,18 +202,18 @@ class ByHand(Operations):
     ) -> int:
         """Leaves the iteration of this client's member, and waits until the next one is decided.
 
-        Ends the iteration for all, if it has not ended, and arrives. The last member to arrive proposes; if
-        it is lost, the waiting members propose in rank order. The dead and the silent are left out; at the
-        timeout, so are living members that have not arrived.
+        Ends the iteration for all members, if it has not ended, and arrives. The last member to arrive
+        proposes; if it is lost, the waiting members propose in rank order. Dead and silent members are left
+        out; at the timeout, so are living members that have not arrived.
 
         Args:
             world_size: ignored; the decision lists the members that have to arrive.
             timeout: how long to wait for living members that do not arrive.
-            is_coordinator: ignored; every arrived member may propose, since the caller may be wrong about
-                this, or the coordinator lost.
+            is_coordinator: ignored; every arrived member may propose, since the caller may be wrong, or the
+                coordinator lost.
 
         Returns:
-            Number of the next iteration, higher than that of every iteration this member has been in.
+            Number of the next iteration, higher than that of any iteration this member has been in.
 
         Raises:
             RestartError: this client has not joined, or the others went on without its member.
@@ -228,11 +228,11 @@ class ByHand(Operations):
         return self._note_entry(own)
 
     def handle_rank_restart(self, world_size: int, timeout: timedelta, *, rank: int | None = None) -> int:
-        """Joins the job: its first iteration, or the next one if the job runs already.
+        """Joins the job: its first iteration, or the next one if the job is already running.
 
-        A client that has not joined, and is no clone of one that has, acts for a new process of the rank. It
-        may call this before the others have noticed the death of the rank's last process, while they go on,
-        or after.
+        A client that has not joined, and is not a clone of one that has, acts for a new process of the rank.
+        It may call this before the others have noticed the death of the rank's last process, while they go
+        on, or after.
 
         Args:
             world_size: number of ranks that the job begins with; higher ranks join later.
@@ -240,7 +240,7 @@ class ByHand(Operations):
             rank: this process's rank; that of the environment variable ``RANK`` when None.
 
         Returns:
-            Number of the iteration that this process is in; of the current one if it joined before.
+            Number of the iteration that this process is in; the current one if it had already joined.
 
         Raises:
             RestartError: the others went on without this process, a newer process has its rank, or the call
@@ -259,8 +259,8 @@ class ByHand(Operations):
     def catch_up_restarting_rank(self, timeout: timedelta, *, rank: int | None = None) -> int:
         """Joins a running job as a new process of the rank, and waits until a decision includes it.
 
-        Ends the current iteration, and logs the rank's last process dead if it is still a member. The others
-        enter the returned iteration together with this process.
+        Ends the current iteration, and logs the rank's last process dead if it is still a member. The other
+        ranks enter the returned iteration together with this process.
 
         Args:
             timeout: how long to wait for the others to leave their iteration.
@@ -291,7 +291,7 @@ class ByHand(Operations):
         """
         job, on = self._job, self.get_global_iteration()
         if not 0 <= iteration <= on:
-            raise ValueError(f"iteration={iteration} of rank {rank} must lie in 0..{on}, the one that is on")
+            raise ValueError(f"iteration={iteration} of rank {rank} must lie in 0..{on}, the current one")
         key = keys.last_iteration(rank)
         held = set_if_absent(job, key, str(iteration))
         while to_number(held, key) < iteration:
@@ -324,7 +324,7 @@ class ByHand(Operations):
         return next(iter(self._living()), None)
 
     def _stillness(self, member: Member) -> float:
-        """Seconds for which this client has seen a member's heartbeat stand still; 0 for its own member."""
+        """Seconds for which this client has seen a member's heartbeat unchanged; 0 for its own member."""
         if self.membership is not None and member == self.membership.member:
             return 0.0
         if self._observer is None:
@@ -337,7 +337,7 @@ class ByHand(Operations):
             joined = self._agreement.iterations.joins_of(keys.BEFORE_FIRST)
             return f"only the ranks {sorted(member.slot for member in joined)} have joined"
         if self._agreement.ends.outcome_of(view.n) is None:
-            return f"iteration {view.n} is still on"
+            return f"iteration {view.n} is still running"
         _, missing = self._agreement.iterations.arrived_and_missing(view)
         return f"ranks {sorted(member.slot for member in missing)} have not left iteration {view.n}"
 

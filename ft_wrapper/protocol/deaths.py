@@ -1,7 +1,7 @@
 """Reports of deaths: repeated until the others go on without the dead member.
 
-A node's slots outlive it: the node that takes its seat later has the same slots. So `holders` looks up the
-members that held the slots, and exactly their deaths are reported.
+A node's slots outlive it: the node that takes its place later has the same slots. So `holders` looks up the
+members that held the slots, and only their deaths are reported.
 """
 
 from collections.abc import Iterable, Mapping
@@ -29,8 +29,8 @@ def report_deaths(
 ) -> None:
     """Logs deaths, ends the iteration if a dead member was active, and repeats this in the next iterations.
 
-    A proposal that was under way may have missed the log, and keep a dead member in the next iteration. The
-    death is logged there, too, until head moves to an iteration without the dead member.
+    A proposal under way may have missed the log, and keep a dead member in the next iteration. The death is
+    logged there, too, until head moves to an iteration without the dead member.
 
     Args:
         agreement: the protocol over the job's store.
@@ -55,7 +55,7 @@ def report_deaths(
             ends.log_deaths(n, inside, ends=active, returns=returns)
             iterations.count_deaths(view, len(inside))
             kept |= iterations.arrivals_of(n) & inside.keys()
-        # Dead processes that are no members may have asked to join. While n runs, each later proposer reads
+        # Dead processes that are not members may have asked to join. While n runs, each later proposer reads
         # the log.
         outside = said if view is None else dict.fromkeys(dead.keys() - inside.keys())
         if outside:
@@ -73,7 +73,7 @@ def report_lost(agreement: Agreement, lost: Mapping[Member, str], *, returns: bo
     """Reports the deaths of members whose own monitors cannot: their node is lost, or has left.
 
     The deaths are logged together. Otherwise the next iteration would keep a member that had arrived before
-    it died and is logged after the others, which would cost another restart.
+    it died and was logged after the others, which would cost another restart.
 
     Args:
         agreement: the protocol over the ranks' store.
@@ -91,7 +91,7 @@ def report_lost(agreement: Agreement, lost: Mapping[Member, str], *, returns: bo
 
 
 def await_others(agreement: Agreement, view: View, timeout: float) -> None:
-    """Waits until the other members have gone on from an iteration, or nobody is left.
+    """Waits until the other members have gone on from an iteration, or none is left.
 
     Args:
         agreement: the protocol over the job's store.
@@ -106,7 +106,7 @@ def _await_move(agreement: Agreement, n: int, view: View | None, timeout: float)
     """Waits until head moves from n, and proposes if that is possible.
 
     Returns:
-        Whether head has moved. False at the timeout, or if nobody is left.
+        Whether head has moved. False at the timeout, or if no member is left.
     """
     wake = keys.wake_head(n + 1)
     for look in looks(agreement.store, wake, timeout, first=_FIRST_LOOK, longest=_LONGEST_LOOK):
@@ -114,7 +114,7 @@ def _await_move(agreement: Agreement, n: int, view: View | None, timeout: float)
             return True
         head = agreement.iterations.read_head()
         if head is not None and head.n > n:
-            return True  # so long ago that the notification key has been deleted
+            return True  # it moved so long ago that the notification key has been deleted
         if view is not None and agreement.iterations.advance(view, None):
             return True
         here = agreement.iterations.joins_of(n) if view is None else set(view.members)
@@ -124,7 +124,7 @@ def _await_move(agreement: Agreement, n: int, view: View | None, timeout: float)
 
 
 def holders(agreement: Agreement, slots: Iterable[int]) -> list[Member]:
-    """The members that hold slots now; slots that nobody has held are left out.
+    """The members that now hold slots; slots that were never held are left out.
 
     Args:
         agreement: the protocol over the ranks' store.

@@ -26,14 +26,14 @@ class Ends:
         Args:
             n: the iteration.
             outcome: ``fault`` or ``done``.
-            before: steps to execute before.
+            before: steps to execute first.
 
         Returns:
             The outcome that counts: the first one written.
         """
         *_, first, _ = self.store.execute([*before, *_ending(n, outcome)])
         if first is None:
-            raise StoreError(f"store key {keys.end(n)!r} is gone, though it was written just now")
+            raise StoreError(f"store key {keys.end(n)!r} is missing, though it was just written")
         return records.outcome_in(n, first) or outcome
 
     def pass_on_end(self, n: int) -> None:
@@ -48,7 +48,7 @@ class Ends:
         return records.outcome_in(n, read(self.store, keys.end(n)))
 
     def log_fault(self, n: int, fault: Fault) -> None:
-        """Logs a fault in iteration n, for people; n does not end by this."""
+        """Logs a fault in iteration n, for people; this does not end n."""
         self.store.execute([Append(keys.faults(n), fault.to_json())])
 
     def report_fault(self, n: int, fault: Fault) -> str:
@@ -65,11 +65,11 @@ class Ends:
         return [Fault.from_json(line, key) for line in read_log(self.store, key)]
 
     def deaths_of(self, n: int) -> set[Member]:
-        """The dead of n by its log."""
+        """The dead of n, from its log."""
         return set(self.marked_deaths_of(n))
 
     def marked_deaths_of(self, n: int) -> dict[Member, set[str]]:
-        """The dead of n by its log, each with its marks; see `records.deaths_in`."""
+        """The dead of n, from its log, each with its marks; see `records.deaths_in`."""
         return records.deaths_in(n, read_log(self.store, keys.dead(n)))
 
     def give_up(self, n: int, member: Member) -> None:
@@ -92,7 +92,7 @@ class Ends:
         steps: list[Step] = [
             Append(keys.faults(n), fault.to_json()) for fault in dead.values() if fault is not None
         ]
-        # n ends before the deaths are logged. Observers of silence ignore the logged dead, so if the caller
+        # n ends before the deaths are logged. Observers of silence ignore the logged dead. So if the caller
         # logged a death and died before ending n, all others would wait.
         if ends:
             steps += _ending(n, FAULT)
@@ -110,8 +110,8 @@ class Ends:
         Args:
             n: the iteration.
             seconds: how long to wait.
-            may_be_done: called after the wait. False for an active rank that has not finished: then n can
-                only have ended by a fault, and its outcome need not be read.
+            may_be_done: called after the wait. False for an active rank that has not finished: then only a
+                fault can have ended n, and its outcome need not be read.
 
         Returns:
             How n ended; None while it runs.
@@ -137,12 +137,12 @@ class Ends:
         return {records.to_number(rank, key) for rank in read_log(self.store, key)}
 
     def say_goodbye(self, member: Member) -> None:
-        """Logs that a member no longer needs the store, and wakes the waiters for that."""
+        """Logs that a member no longer needs the store, and wakes those that wait for it."""
         one = str(member)
         self.store.execute([Append(keys.GOODBYES, one), Notify(keys.wake_goodbye(one), "1")])
 
     def await_goodbye(self, member: Member, seconds: float) -> bool:
-        """Waits until a member no longer needs the store; returns whether that came in time."""
+        """Waits until a member no longer needs the store; returns whether that happened in time."""
         return self.store.wait_for(keys.wake_goodbye(str(member)), seconds) is not None
 
     def goodbyes(self) -> set[Member]:

@@ -25,11 +25,11 @@ class BarrierError(RestartError):
 
 
 class BarrierTimeout(BarrierError):
-    """Ranks did not come to a barrier in time. The message names the missing ones."""
+    """Ranks did not reach a barrier in time. The message names the missing ranks."""
 
 
 class BarrierOverflow(BarrierError):
-    """More ranks came to a barrier than it was made for."""
+    """More ranks reached a barrier than it was made for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,19 +64,19 @@ class Entered:
 
 
 def _parse_meeting(n: int, text: str) -> tuple[Endpoint, Sizes]:
-    """What rank 0 of n has published: the endpoint of ``torch.distributed``; both world sizes."""
+    """Reads what rank 0 of n published: the endpoint of ``torch.distributed`` and both world sizes."""
     host, *numbers = split_entry(text, 4, keys.meeting(n))
     port, world_size, active_world_size = (to_number(number, keys.meeting(n)) for number in numbers)
     return (host, port), (world_size, active_world_size)
 
 
 def active_ranks_in(n: int, meeting: str | None) -> int:
-    """The number of active ranks of n, by the value of its meeting key; 0 if the key is absent."""
+    """The number of active ranks of n, from the value of its meeting key; 0 if the key is absent."""
     return 0 if meeting is None else _parse_meeting(n, meeting)[1][1]
 
 
 def spares_in(store: Operations, n: int) -> tuple[set[Member], int]:
-    """The spares of n, and the number of its active ranks, as far as that is known."""
+    """The spares of n, and the number of its active ranks, as far as known."""
     active, entered = _active_and_entered(store, n)
     ranks = [one.active_rank for one in entered.values() if one.active_rank is not None]
     spares = {member for member, one in entered.items() if one.active_rank is None}
@@ -113,8 +113,8 @@ class Entering:
     def may_be_active(self, n: int, member: Member) -> bool:
         """Whether a member may be an active rank of n, for callers that do not know the rank assignment.
 
-        False only if the member is known to be a spare: it entered n as a spare, or others have all the
-        active ranks.
+        False only if the member is known to be a spare: it entered n as a spare, or other members have all
+        the active ranks.
 
         Args:
             n: the iteration.
@@ -133,7 +133,7 @@ class Entering:
     def enter(
         self, n: int, entry: Entered, sizes: Sizes, endpoint: Endpoint | None = None
     ) -> Endpoint | None:
-        """Claims the active rank in n that the rank assignment gave, and checks it against the others'.
+        """Claims the active rank in n that the rank assignment gave, and checks it against other members'.
 
         Args:
             n: the iteration.
@@ -146,7 +146,7 @@ class Entering:
             The endpoint; None if rank 0 has not published it yet.
 
         Raises:
-            InternalError: another member was given the same active rank, or rank 0 other sizes.
+            InternalError: another member was given the same active rank, or rank 0 was given other sizes.
         """
         member, active_rank = entry.member, entry.active_rank
         publish: list[Step] = []
@@ -230,18 +230,18 @@ class Barriers(Operations):
         timeout: timedelta,
         timeout_chunk: timedelta | None = None,
     ) -> None:
-        """Waits until ``rendezvous_count`` ranks have come.
+        """Waits until ``rendezvous_count`` ranks have arrived.
 
         Args:
-            ranks: the ranks that come with this call.
+            ranks: the ranks that arrive with this call.
             group_name: name of the barrier; it can be used once.
             rendezvous_count: number of ranks to wait for.
             timeout: longest time to wait.
-            timeout_chunk: time between checks whether the iteration has ended; a second when None.
+            timeout_chunk: time between checks for the iteration's end; a second when None.
 
         Raises:
             BarrierTimeout: ranks are missing; the message names them.
-            BarrierOverflow: more than ``rendezvous_count`` ranks came.
+            BarrierOverflow: more than ``rendezvous_count`` ranks arrived.
             RankShouldRestart: the store belongs to an iteration, which has ended.
         """
         arrived_key, count_key, wake_key = (keys.barrier(group_name, p) for p in ("arrived", "count", "wake"))
@@ -264,7 +264,7 @@ class Barriers(Operations):
             raise BarrierTimeout(f"barrier {group_name!r} timed out after {timeout}: {missing}")
 
     def _barrier_named(self, group_name: str, ranks: Iterable[int], *args: Any, **more: Any) -> None:
-        """The barrier with a given name; see `barrier`."""
+        """A barrier with a fixed name; see `barrier`."""
         self.barrier(ranks, group_name, *args, **more)
 
     initial_barrier = functools.partialmethod(_barrier_named, "initial")
@@ -284,7 +284,7 @@ class Barriers(Operations):
         """Every rank contributes, the last one computes all results, and each rank reads its own result.
 
         Total traffic is O(count). Either all ranks get their results or none does: if a rank gives up because
-        the iteration has ended, no rank gets its result later.
+        the iteration has ended, no rank gets its result after that.
 
         Args:
             name: name of the exchange; it can be used once.
@@ -332,7 +332,7 @@ def _wait_unless_over(store: Operations, key: str, seconds: float, chunk: float)
 
 
 def _missing(count: int, here: set[int]) -> str:
-    """Names the missing ranks; or those that came, if the ranks are not 0 to count - 1."""
+    """Names the missing ranks; or those that arrived, if the ranks are not 0 to count - 1."""
     if here <= set(range(count)):
         return f"missing ranks {sorted(set(range(count)) - here)} of {count}"
     return f"missing {count - len(here)} of {count} ranks, all but {sorted(here)}"

@@ -1,16 +1,16 @@
 """How the members go from one iteration to the next: head and decisions.
 
-Safety comes from one compare-and-set on the head register. Who proposes, and when, affects progress alone,
-and may be wrong at any time without harm:
+Safety comes from one compare-and-set on the head register. Which member proposes, and when, only affects
+progress, and a wrong choice never does harm:
 
 - Head moves from n to n + 1 only after n has ended, only from the exact value that was read, and only to a
   decision that is already written.
 - A decision keeps the members of n that have arrived (have left the function) and are not dead.
-- It waits for living members that have not arrived. At the barrier timeout it drops them, unless n ended
-  well: between two calls a member may take its time.
+- It waits for living members that have not arrived. At the barrier timeout it drops them, unless n ended as
+  done: between two calls a member may take its time.
 - It adds joiners, the newest incarnation of each slot.
 - Usually the last member to arrive, or the monitor that logs the last death, proposes at once. If it dies,
-  the waiting members propose one after the other.
+  the waiting members propose one after another.
 """
 
 import dataclasses
@@ -29,13 +29,13 @@ from .silence import HeartbeatObserver, Heartbeats
 from .waiting import FIRST_LOOK, LOOKS_BETWEEN_CALLS, is_checker, looks, stagger
 
 _SAY_MISSING_AFTER = 1.0  # seconds
-#: Gets the members that a restart waits for, and for how many seconds it has waited.
+#: Takes the members that a restart waits for, and the seconds it has waited.
 OnMissing = Callable[[Sequence[Member], float], None]
 
 
 @dataclasses.dataclass(frozen=True)
 class Proposed:
-    """A proposal that was made. Head has moved since, by this proposal or by another one.
+    """A proposal that was made. Since then this proposal or another one has moved head.
 
     Args:
         decision: the proposed decision.
@@ -66,9 +66,9 @@ class GlobalIteration:
         """The current iteration; None before the first decision."""
         text = read(self.store, keys.HEAD)
         if text is None and self.store.seal is not None and self.store.check([keys.HEAD]):
-            text = read(self.store, keys.HEAD)  # it may have been written just now
+            text = read(self.store, keys.HEAD)  # it may just have been written
             if text is None:
-                raise forged(keys.HEAD)  # without a head the job would begin again
+                raise forged(keys.HEAD)  # without a head the job would start over
         return None if text is None else Head.parse(text, keys.HEAD)
 
     def read_decision(self, head: Head) -> Decision:
@@ -97,7 +97,7 @@ class GlobalIteration:
         return None
 
     def active_target(self) -> int:
-        """The most active ranks of any iteration so far; with fewer the job is degraded. 0: not known yet."""
+        """The most active ranks of any iteration so far; with fewer the job is degraded. 0: unknown yet."""
         return records.to_number(read(self.store, keys.ACTIVE_TARGET) or "0", keys.ACTIVE_TARGET)
 
     # Leaving an iteration ------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ class GlobalIteration:
         return set(records.arrivals_in(n, read_log(self.store, keys.arrived(n))))
 
     def count_deaths(self, view: View, deaths: int = 1) -> None:
-        """Counts logged deaths; proposes the next iteration if nobody else is missing."""
+        """Counts logged deaths; proposes the next iteration if no other member is missing."""
         counts = self.store.execute([Count(keys.count_gone(view.n))] * deaths)
         if int(counts[-1] or 0) >= len(view.members):
             self.advance(view, None)
@@ -148,18 +148,18 @@ class GlobalIteration:
         drop_missing: bool = False,
         hold: bool = True,
     ) -> Proposed | None:
-        """Proposes the next iteration, unless it has to wait for somebody.
+        """Proposes the next iteration, unless it has to wait for a member.
 
         Args:
             view: the iteration that has ended.
             proposer: an arrived member; None for a monitor that logged a death, and for a joiner.
-            silent: members whose heartbeat the proposer has seen stand still for ``heartbeat_timeout``.
+            silent: members whose heartbeat the proposer has seen unchanged for ``heartbeat_timeout``.
             drop_missing: after a fault, go on without living members that have not arrived.
             hold: wait for announced replacements, if fewer ranks than `active_target` would be left.
 
         Returns:
-            The proposal; head has moved on from ``view`` then, by this proposal or by another one. None if it
-            has to wait; head may have moved on before.
+            The proposal: this one or another one has then moved head on from ``view``. None if it has to
+            wait; head may have moved on before.
         """
         found = self._read_evidence(view)
         if found is None or not may_propose(found, proposer):
@@ -168,7 +168,7 @@ class GlobalIteration:
         if chosen.missing and not (drop_missing and found.outcome == FAULT):
             return None
         if not (chosen.kept or any(found.joining.values()) or chosen.all_came_back(view)):
-            return None  # the first newcomer waits for the others
+            return None  # the first newcomer waits for the other ones
         judgement = history.Judgement(view.decision.blamed)
         if view.decision.max_faults and found.outcome == FAULT:
             faults, now = self.ends.faults_of(view.n), self.store.wall_clock()
@@ -195,10 +195,10 @@ class GlobalIteration:
         proposed: Proposed | None = None,
         on_missing: OnMissing | None = None,
     ) -> View | None:
-        """Waits, after `arrive`, for the decision of the next iteration; proposes it if nobody else does.
+        """Waits, after `arrive`, for the decision of the next iteration; proposes it if no other member does.
 
-        After an iteration that ended well it waits as long as the missing members live: they are between two
-        calls.
+        After an iteration that ended as done it waits as long as the missing members live: they are between
+        two calls.
 
         Args:
             view: the iteration that has ended.
@@ -206,7 +206,7 @@ class GlobalIteration:
             limits: ``barrier_timeout``, after which living members that have not arrived are left behind (or,
                 between two calls, logged again); ``heartbeat_timeout``; and ``rejoin_wait`` for announced
                 replacements.
-            proposed: what `arrive` returned.
+            proposed: the result of `arrive`.
             on_missing: called once, on one of the waiting members, if others have not arrived a second after
                 a fault.
 
@@ -220,7 +220,7 @@ class GlobalIteration:
             return self._follow(view, member, proposed.head, proposed.decision)
         observer = HeartbeatObserver(self.heartbeats, limits.heartbeat_timeout)
         position, size = view.members.index(member), len(view.members)
-        # Staggered, so that one member proposes without the missing: each that does reads the whole log.
+        # Staggered, so that only one member proposes without the missing: each proposer reads the whole log.
         timeout = limits.barrier_timeout + stagger(position)
         first, wake = FIRST_LOOK + stagger(position), keys.wake_head(view.n + 1)
         while True:
@@ -246,7 +246,7 @@ class GlobalIteration:
                 if head != view.head:
                     return self._follow(view, member, head)
                 if look.is_last:
-                    # Those missing before `advance`: a member that arrives during it proposes itself.
+                    # Members missing before `advance`: one that arrives during it makes its own proposal.
                     awaited = set(missing) - silent
                     if not (between_calls and awaited):
                         absent = sorted(one.slot for one in set(view.members) - arrived)
@@ -267,7 +267,7 @@ class GlobalIteration:
             awaited: living members that have not made the call.
         """
         slots = sorted(member.slot for member in awaited)
-        alive = "their processes live and have not called the wrapped function again"
+        alive = "their processes are alive but have not called the wrapped function again"
         self.store.warn(f"call {view.call + 1} waits for slots {slots}: {alive}")
 
     def arrived_and_missing(self, view: View) -> tuple[set[Member], list[Member]]:
@@ -281,8 +281,8 @@ class GlobalIteration:
     def _read_evidence(self, view: View) -> Evidence | None:
         """What the store holds on an iteration; None while it runs."""
         n = view.n
-        # Deaths last: whoever logs a death, and then reads that the member has neither arrived nor asked to
-        # join, can be sure that no proposal has it.
+        # Deaths last: a process that logs a death, and then reads that the member has neither arrived nor
+        # asked to join, can be sure that no proposal includes it.
         end, *logs = self.store.execute(
             [Read(keys.end(n)), ReadLog(keys.arrived(n)), ReadLog(keys.join(n)), ReadLog(keys.dead(n))]
         )
@@ -298,7 +298,7 @@ class GlobalIteration:
         )
 
     def decide(self, head: Head | None, decision: Decision, members: tuple[Member, ...]) -> Proposed:
-        """Writes a decision, then tries to move head to it. Whoever wins, head has moved after that."""
+        """Writes a decision, then tries to move head to it. Whichever proposal wins, head has then moved."""
         proposal = Head(decision.call, decision.n, next(self.store.nonces))
         written = {
             keys.decision(proposal.n, proposal.nonce): decision.to_json(),
@@ -308,7 +308,7 @@ class GlobalIteration:
             [
                 Write(written),
                 CompareAndSet(keys.HEAD, "" if head is None else str(head), str(proposal)),
-                # Whoever lost wakes the others, too: the winner may have died before it could.
+                # A loser also wakes the other members: the winner may have died before it could.
                 Notify(keys.wake_head(proposal.n), str(proposal)),
             ]
         )
@@ -329,7 +329,7 @@ class GlobalIteration:
     ) -> View | None:
         """The iteration after ``view``; None if the member is not in it."""
         if head is None:
-            raise StoreError(f"store key {keys.HEAD!r} is gone, though iteration {view.n} has begun")
+            raise StoreError(f"store key {keys.HEAD!r} is missing, though iteration {view.n} has begun")
         if head.n != view.n + 1:
             return None  # head has passed an iteration in which this member did not arrive
         try:

@@ -1,7 +1,7 @@
-"""Faults that come again: when one ends the job, or excludes its slot or host. Pure.
+"""Recurring faults: when one ends the job, or excludes its slot or host. Pure.
 
-Each decision counts the faults of the last iterations, and carries who caused the recent restarts. The
-proposer of a decision judges, and all other ranks read its judgement, so all agree.
+Each decision counts the faults of the last iterations, and lists the members that caused the recent restarts.
+The proposer of a decision judges, and all other ranks read its judgement, so all agree.
 """
 
 import collections
@@ -20,14 +20,14 @@ def count_same_faults(
     dead: Mapping[Member, Collection[str]],
     lost: bool,
 ) -> tuple[SameFault, ...]:
-    """Counts the faults of an iteration; faults that it did not have are forgotten.
+    """Counts the faults of an iteration; faults that did not recur are forgotten.
 
     Args:
-        before: the counts of the iteration before.
+        before: the counts of the previous iteration.
         arrived: the members that have arrived, in order of arrival.
         dead: the dead members with their marks: `LEFT_BY` has the fault by which a member left the job.
-        lost: whether a rank was lost, which may be why others failed. Then only faults count that end the
-            job, or by which a rank left.
+        lost: whether a rank was lost, which may be why others failed. Then only those faults count that end
+            the job, or by which a rank left.
     """
     faults: dict[str, Member] = {}
     for member, arrival in arrived.items():
@@ -65,8 +65,8 @@ class Judgement:
     Args:
         blamed: the recent restarts and the members that caused them.
         out: the members that are excluded for that.
-        slot: the slot whose replacement is not waited for; None if there is none.
-        words: what is excluded, or stays though it should not, and why; empty if nothing is.
+        slot: the slot whose replacement is not awaited; None if there is none.
+        words: describes what is excluded, or stays though it should not, and why; empty if nothing is.
     """
 
     blamed: tuple[Blamed, ...]
@@ -104,7 +104,7 @@ def judge(
         faults: its published faults, in order.
         kept: the members that could go on.
         newcomers: the members that join.
-        host_of: gives a member's host; empty if that is not known.
+        host_of: returns a member's host; empty if unknown.
         now: seconds since the epoch, for a fault without a time.
     """
     culprit = culprit_of(faults)
@@ -127,11 +127,11 @@ def judge(
 
 
 def why_out(decision: Decision, slot: int, host: str, now: float = 0.0) -> str:
-    """Why a member is excluded, in words; empty if it is not.
+    """Describes why a member is excluded; empty if it is not.
 
     Args:
-        decision: the newest.
-        slot: the member's.
+        decision: the newest decision.
+        slot: the member's slot.
         host: the member's host.
         now: seconds since the epoch; 0 if the decision has just been made. Decisions drop old restarts only
             at a fault, and the last fault may have been long ago.
@@ -153,7 +153,7 @@ def _newest(blamed: Sequence[Blamed], most: int) -> tuple[Blamed, ...]:
 
 
 def _excluded(most: int, blamed: Sequence[Blamed], slot: int, host: str) -> str:
-    """What has caused too many faults: a host by several slots, or one slot on it; empty for none."""
+    """Names what has caused too many faults: a host through several slots, or one slot on it; or neither."""
     slots = [one.slot for one in blamed if one.host == host]
     if host and 0 < most <= len(slots) and len(set(slots)) > 1:
         return f"host {host}"

@@ -1,6 +1,6 @@
-"""What rank 0's heart thread does for all ranks during an iteration, off the path of a restart. Pure.
+"""Housekeeping that rank 0's heart thread does for all ranks during an iteration, not in a restart. Pure.
 
-Nothing here is needed for safety. What one housekeeper leaves undone, the next one does.
+Safety needs none of it. The next housekeeper does what the last one left undone.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from .records import Head, View, to_number
 
 # Join windows after which an iteration does not count as part of a crash loop.
 SETTLES_AFTER = 4
-# Keys that are deleted at a time; few, since the heart thread's next heartbeat must not be late.
+# Keys deleted at a time; few, since the heart thread's next heartbeat must not be late.
 SLICE = 256
 
 
@@ -42,7 +42,7 @@ class Housekeeper:
             names = self._store.list_keys()
             self._past = past_keys(self._store, view, names)
             shared = [name for name in names if keys.is_shared_heart(name)]
-            # Each member uses one heartbeat at most, so some of these are left over.
+            # Each member uses at most one heartbeat, so some of these are left over.
             are_too_many = len(shared) > len(view.members)
             self._hearts = {heart: read_heartbeat(self._store, heart) for heart in shared if are_too_many}
         if self._past:  # an empty Delete would be a request to etcd each second
@@ -72,8 +72,8 @@ def past_keys(store: Operations, view: View, names: Sequence[str]) -> list[str]:
     """The keys of iterations two back and more, of past calls, and of superseded members.
 
     All members of ``view`` have left the iteration before it, so no member reads older keys. A process that
-    is no member may write a few keys late, which the next housekeeper finds. A member is superseded if
-    ``view`` has a newer member of its slot; if ``view`` has none of the slot, once a newer one has started.
+    is not a member may write a few keys late, which the next housekeeper finds. A member is superseded if
+    ``view`` has a newer member of its slot; if ``view`` has none, once a newer process has started.
 
     Args:
         store: a client of the job's store.

@@ -1,7 +1,7 @@
 """How a process joins the job: its first iteration, or later a running one (DESIGN.md 5.3).
 
-A joiner never relies on a single read. It reads head again and again until the current iteration lists the
-joiner, or it is clear that no iteration will. So no process joins too early or too late.
+A joiner never relies on a single read. It keeps reading head until the current iteration lists the joiner, or
+it is clear that no iteration will. So no process joins too early or too late.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ class Entry(enum.Enum):
 
     Attributes:
         IN: the current iteration lists the member.
-        DONE: the call that the member came for has completed.
+        DONE: the member's call has completed.
         TAKEN_OVER: a newer process holds the slot.
         PASSED: head moved on so far that the member may have been in an iteration and left out again. It
             needs a new incarnation.
@@ -63,7 +63,7 @@ class Joining:
         """Makes sure that the job uses the same version of the key names as this process.
 
         Raises:
-            StoreError: the job uses another version. This process has written nothing else then.
+            StoreError: the job uses another version. This process has then written nothing else.
         """
         version = set_if_absent(self.store, keys.VERSION, keys.THIS_VERSION)
         if version != keys.THIS_VERSION:
@@ -86,7 +86,7 @@ class Joining:
         return member
 
     def write_record(self, member: Member, record: MemberRecord) -> None:
-        """Writes what is known of a member's process."""
+        """Writes the record of a member's process."""
         write_text(self.store, keys.member(str(member)), record.to_json())
 
     def newest_of(self, slot: int) -> Member:
@@ -110,7 +110,7 @@ class Joining:
         try:
             agreed = dict(json.loads(text))
         except (ValueError, TypeError) as error:
-            raise StoreError(f"store key {key!r} holds {text!r}, which are no terms: {error}") from None
+            raise StoreError(f"store key {key!r} holds {text!r}, not the terms of a call: {error}") from None
         different = [
             f"{name}={terms.get(name)!r}, the job has {agreed.get(name)!r}"
             for name in sorted(terms.keys() | agreed.keys())
@@ -144,11 +144,11 @@ class Joining:
         return {member.slot: member for member in sorted(joined - dead)}
 
     def form(self, slots: frozenset[int], limits: AllLimits = _DEFAULTS) -> bool:
-        """Decides the first iteration if every slot has joined; returns whether there is a head now."""
+        """Decides the first iteration if every slot has joined; returns whether there is now a head."""
         if self.iterations.read_head() is not None:
             return True
         newest = self.living_joiners()
-        if not slots <= newest.keys():  # a joiner of another slot replaces nobody
+        if not slots <= newest.keys():  # a joiner of another slot replaces none of them
             return False
         members = tuple(sorted(newest.values()))
         self.iterations.decide(None, first_decision(members, limits), members)
@@ -185,15 +185,15 @@ class Joining:
         joins = self.iterations.joins_of(keys.BEFORE_FIRST)
         dead = self.ends.marked_deaths_of(keys.BEFORE_FIRST)
         came = {joiner.slot for joiner in joins if STOPPED_WAITING in dead.get(joiner, [STOPPED_WAITING])}
-        # A member that gave up since others were missing is not missing itself. To a later joiner it is.
+        # A member that gave up because others were missing is not itself missing. To a later joiner it is.
         missing = sorted(expected - came or expected - {joiner.slot for joiner in joins - dead.keys()})
         raise RestartTimeout(
             f"the job did not form within {timeout:g} s: ranks {missing} of {len(expected)} are missing; "
-            "see whether their processes started and reach the store, or raise barrier_timeout"
+            "check that their processes started and reach the store, or raise barrier_timeout"
         )
 
     def _read_first(self, limits: AllLimits) -> View:
-        """The current iteration. It is mostly the first, whose decision follows from its roster."""
+        """The current iteration, usually the first, whose decision follows from its roster."""
         head = self.iterations.read_head()
         if head is not None and head.n == keys.BEFORE_FIRST + 1:
             key = keys.roster(head.n, head.nonce)
@@ -206,7 +206,7 @@ class Joining:
     def _read_current(self) -> View:
         current = self.iterations.read_current()
         if current is None:
-            raise StoreError("the store has no head any more; this job cannot go on")
+            raise StoreError("the store has lost its head key; this job cannot go on")
         return current
 
     # Joining a running job -----------------------------------------------------------------------------
@@ -218,17 +218,17 @@ class Joining:
 
         Args:
             member: the joiner.
-            call: number of the wrapped call that the joiner comes for.
+            call: number of the joiner's wrapped call.
             limits: when to end the current iteration, and how long to wait for replacements.
             patience: seconds to wait for the next iteration once one has ended.
             asked: the iteration after which the member has asked to join before: `BEFORE_FIRST` if it took
                 part in the first formation; None if it has not asked.
 
         Returns:
-            How the attempt ended, and the current iteration then.
+            How the attempt ended, and the iteration that was then current.
 
         Raises:
-            RestartTimeout: an iteration ended, and there was no next one in time.
+            RestartTimeout: an iteration ended, and no next one was decided in time.
         """
         observer = HeartbeatObserver(self.heartbeats, limits.heartbeat_timeout)
         attempt: _Attempt | None = None
@@ -296,7 +296,7 @@ class _Attempt:
         self._logged_at = 0.0  # when the awaited members were last logged
 
     def act(self) -> None:
-        """Asks, ends the iteration when that is due, and proposes; then waits a little for the next one."""
+        """Asks to join, ends the iteration when due, and proposes; then waits a little for the next one."""
         n = self.view.n
         if self._asked_at is None:
             self._ask()
@@ -333,10 +333,10 @@ class _Attempt:
         return 0 < self.joining.entering.active_in(self.view.n) < self._iterations.active_target()
 
     def _is_deserted(self) -> bool:
-        """Whether every member is dead, or silent as far as this joiner knows, so that nobody can end it.
+        """Whether every member is dead, or silent as far as this joiner knows, so that none can end it.
 
-        Members watch each other. So this reads the other heartbeats only if that of the first living member
-        stands still.
+        Members watch each other. So this reads the other heartbeats only if the first living member's does
+        not change.
         """
         dead = self.joining.ends.deaths_of(self.view.n)
         living = [member for member in self.view.members if member not in dead]
@@ -348,7 +348,7 @@ class _Attempt:
         """Proposes; this does nothing unless every member has arrived, is dead or is silent.
 
         Returns:
-            Seconds until the join window is over: then this newcomer no longer waits for others.
+            Seconds until the join window closes: then this newcomer no longer waits for others.
         """
         view, now = self.view, self._store.now()
         if self._ended_at is None:

@@ -2,7 +2,7 @@
 
 ``n`` is the number of a global iteration; ``BEFORE_FIRST`` is the one that ends with the first decision.
 Keys under ``wake/`` are notification keys: they wake waiters. Their values, and the counts under ``count/``,
-are hints, which no decision rests on. Two notification keys also carry data: those of an endpoint and of a
+are hints: no decision relies on them. Two notification keys also carry data: those of an endpoint and of a
 restart's report.
 """
 
@@ -88,7 +88,7 @@ arrived = _of_iteration("arrived")
 finished = _of_iteration("finished")
 # Log: dead members, known by evidence, each with its mark: see `records.deaths_in`.
 dead = _of_iteration("dead")
-# Log: joiners of the iteration after n, each with the call that it comes for.
+# Log: joiners of the iteration after n, each with its call.
 join = _of_iteration("join")
 # Log of `Fault`, for people.
 faults = _of_iteration("faults")

@@ -1,4 +1,4 @@
-"""This process's part in the job: joining, leaving an iteration, going on to the next, the goodbye."""
+"""This process's part in the job: joining, leaving an iteration, going on to the next, saying goodbye."""
 
 import contextlib
 import dataclasses
@@ -20,7 +20,7 @@ _A_DAY = 86400.0
 
 @dataclasses.dataclass(eq=False)
 class Membership:
-    """This process as a member of the job, and what it knows of its iteration.
+    """This process as a member of the job, and its view of the iteration.
 
     Args:
         agreement: what the ranks of the job agree on.
@@ -62,7 +62,7 @@ class Membership:
         """Takes the slot: this process becomes its next incarnation.
 
         Raises:
-            RankDiscarded: the job runs already, and nobody may join it.
+            RankDiscarded: the job is already running, and no process may join it.
             StoreError: the store's job was started by another version of this package.
             ValueError: the function or settings differ from the job's; says which.
         """
@@ -87,11 +87,11 @@ class Membership:
 
         Args:
             within: seconds after which it gives up. None: somewhat longer than members wait for each other,
-                and it joins again whenever it is passed over.
+                and it rejoins whenever it is passed over.
 
         Raises:
             TimeoutError: not all slots joined in time, or an iteration was not followed by another one.
-            RankDiscarded: another process holds the slot, or nobody may join.
+            RankDiscarded: another process holds the slot, or no process may join.
         """
         try:
             return self._join(within)
@@ -105,7 +105,7 @@ class Membership:
         self.await_next(self.arrive(rank, world_size, None))
 
     def arrive(self, rank: int, world_size: int, fault: str | None) -> Proposed | None:
-        """Logs that this member has left the function. From here on nobody waits for it.
+        """Logs that this member has left the function. From here on no member waits for it.
 
         Args:
             rank: its rank in this iteration.
@@ -122,10 +122,10 @@ class Membership:
         """Waits for the next decision.
 
         Args:
-            proposed: what `arrive` returned.
+            proposed: the result of `arrive`.
 
         Raises:
-            RankDiscarded: the others go on without this member.
+            RankDiscarded: the other members go on without this one.
             TimeoutError: too few members are left.
         """
         iterations = self.agreement.iterations
@@ -141,7 +141,7 @@ class Membership:
     def leave_if_excluded(self) -> None:
         """Raises `RankExcluded` if this member has just joined, and its slot or host has too many faults.
 
-        It asked to join before that was decided; later joiners are refused before they ask.
+        It asked to join before the exclusion was decided; later joiners are refused before they ask.
         """
         decision = self.view.decision
         new = set(decision.joined).difference(decision.removed)
@@ -159,9 +159,9 @@ class Membership:
         return self.agreement.ends.outcome_of(self.view.n) == FAULT
 
     def await_endpoint(self, rank: int | None, sizes: Sizes) -> Endpoint | None:
-        """Waits until the iteration's rank 0 says where ``torch.distributed`` meets: host and port.
+        """Waits until the iteration's rank 0 publishes where ``torch.distributed`` meets: host and port.
 
-        None if the iteration has ended, also because rank 0 took too long: the others go on without it.
+        None if the iteration has ended, possibly because rank 0 took too long: the others go on without it.
 
         Args:
             rank: this member's rank.
@@ -180,7 +180,7 @@ class Membership:
 
         Args:
             rank: its rank.
-            error: what was raised.
+            error: the exception.
         """
         cause = out_of_memory(error)
         kind = Interruption.EXCEPTION if cause is None else Interruption.OUT_OF_MEMORY
@@ -191,13 +191,13 @@ class Membership:
     def leave(
         self, rank: int | None, interruption: Interruption, error: BaseException, *, ends: bool
     ) -> None:
-        """Logs that this member leaves the job in order. The others go on without it.
+        """Logs that this member leaves the job in order. The other members go on without it.
 
         Args:
             rank: its rank.
             interruption: the kind of fault.
             error: the exception by which it leaves.
-            ends: whether the iteration ends by it.
+            ends: whether this ends the iteration.
         """
         fault = dataclasses.replace(self._raised(rank, interruption, error), counted=self.left_by)
         gives_up = isinstance(error, exception.RestartAbort) or self.ended_job is not None
@@ -205,20 +205,20 @@ class Membership:
         try:
             if gives_up:
                 self._note_end(self.ended_job if isinstance(error, exception.JobEnded) else None)
-            # A proposal under way may keep this member, if it had arrived already.
+            # A proposal under way may keep this member, if it had already arrived.
             dead, patience = {self.member: fault}, self.limits.barrier_timeout
             report_deaths(self.agreement, self.view, dead, active=ends, timeout=patience, returns=returns)
         except exception.RestartError as error:
             self.agreement.store.warn(f"could not report that slot {self.slot} leaves: {error}")
 
     def _note_end(self, by_other: str | None) -> None:
-        """Notes that no process should be started in this one's place: agents read it before they do."""
+        """Notes that no process should replace this one: agents read the note before they start one."""
         record = dataclasses.replace(self.record, gave_up=True, ended_by=by_other)
         self.agreement.joining.write_record(self.member, record)
 
     def await_others(self) -> None:
-        """Waits until the others have left the last iteration of this member."""
-        with contextlib.suppress(exception.RestartError):  # the store is gone
+        """Waits until the other members have left this member's last iteration."""
+        with contextlib.suppress(exception.RestartError):  # the store is lost
             await_others(self.agreement, self.view, self.limits.barrier_timeout)
 
     def await_completion(self, active_rank: int | None, active_world_size: int) -> str:
@@ -228,7 +228,7 @@ class Membership:
             ``done`` or ``fault``.
 
         Raises:
-            RankDiscarded: the others have gone on without this member.
+            RankDiscarded: the other members have gone on without this one.
         """
         n, outcome = self.view.n, None
         if active_rank is not None:
@@ -237,11 +237,11 @@ class Membership:
             while (outcome := self._await_end(self.limits.completion_timeout)) is None:
                 self._bring_about_completion(active_rank, active_world_size)
         while outcome is None:
-            # It has nothing else to do, also while the store is out of reach.
+            # It has nothing else to do, even while the store cannot be reached.
             with contextlib.suppress(exception.StoreUnavailable):
                 outcome = self._await_end(_A_DAY)
         head = self.agreement.iterations.read_head()
-        # The keys of n may be deleted by now, and the end that was read may be this member's own late write.
+        # The keys of n may have been deleted, and the end just read may be this member's own late write.
         if head is not None and head.n > n + 1:
             raise exception.RankDiscarded(self.explain_removal())
         return outcome
@@ -253,7 +253,7 @@ class Membership:
         missing = sorted(set(range(active_world_size)) - self.agreement.ends.finished_in(n))
         late = f"ranks {missing} did not finish within completion_timeout={patience:g} s"
         if missing and self._was_completed_late:
-            # They have more to do than the others, and would again.
+            # They have more work than the others, and would have it again.
             self.agreement.store.warn(f"{late}; waiting for them, since a restart has not helped")
         elif missing:
             self._was_completed_late = True
@@ -261,20 +261,20 @@ class Membership:
 
     def _await_end(self, seconds: float) -> str | None:
         outcome = self.agreement.ends.wait_for_end(self.view.n, seconds)
-        # The wake key may outlive the deleted end, and would wake this rank again and again.
+        # The wake key may outlive the deleted end, and would wake this rank repeatedly.
         head = None if outcome else self.agreement.iterations.read_head()
         return FAULT if head is not None and head.n > self.view.n else outcome
 
     def say_goodbye(self) -> None:
         """Logs that this process no longer needs the store."""
-        with contextlib.suppress(exception.RestartError):  # the store is gone
+        with contextlib.suppress(exception.RestartError):  # the store is lost
             self.agreement.ends.say_goodbye(self.member)
 
     def _join(self, within: float | None) -> bool:
         joining, limits, asked = self.agreement.joining, self.limits, None
         is_early = self.agreement.iterations.read_head() is None
         if is_early:
-            if self.slot in self.slots:  # else it is an additional rank
+            if self.slot in self.slots:  # otherwise it is an additional rank
                 joining.join_first(self.member, self.slots, limits)
                 asked = keys.BEFORE_FIRST
             first = joining.await_first(self.member, self.slots, limits.barrier_timeout, limits)
@@ -317,7 +317,7 @@ class Membership:
         fault = history.fault_that_ends_job(view.decision, self.limits.max_same_faults)
         if view.call == self.call and fault is not None:
             self._note_end(fault.description)
-            late = f"slot {self.slot} comes too late: the job was ended by {fault.description}"
+            late = f"slot {self.slot} is too late: the job was ended by {fault.description}"
             raise exception.JobEnded(late)
 
     def emit(self, event: str, **fields: object) -> None:
@@ -325,19 +325,19 @@ class Membership:
 
         Args:
             event: its name.
-            fields: what belongs to it beside the member and the iteration.
+            fields: its fields, besides the member and the iteration.
         """
         member = {"slot": self.slot, "incarnation": self.member.incarnation}
         view = {"iteration": self.view.n, "call": self.view.call, "nonce": self.view.nonce}
         self.agreement.store.emit(event, **view, **member, **fields)
 
     def _withdraw(self, error: BaseException) -> None:
-        """Reports that this process gives up before it has joined, so that nobody waits for it."""
+        """Reports that this process gives up before it has joined, so that no member waits for it."""
         fault = self._raised(None, Interruption.BASE_EXCEPTION, error)
         joining, read_head = self.agreement.joining, self.agreement.iterations.read_head
-        with contextlib.suppress(Exception):  # the error that counts is on its way
-            # A decision that is being made may include this member. Then its death is reported until the
-            # others have gone on without it: no monitor watches it now.
+        with contextlib.suppress(Exception):  # the error that matters is being raised
+            # A decision under way may include this member. Then its death is reported until the others have
+            # gone on without it: no monitor watches it now.
             may_be_in = read_head() is not None or joining.living_joiners().keys() >= {*self.slots}
             if isinstance(error, exception.RestartTimeout) and read_head() is None:
                 # So the others name the missing ranks, not this one.
@@ -349,12 +349,12 @@ class Membership:
 
     def _refused(self) -> exception.RankDiscarded:
         return exception.RankDiscarded(
-            f"slot {self.slot} came when the job was already on, and cannot join it: use "
-            "@Wrapper(rejoin=True) on all ranks, or start the whole job again"
+            f"slot {self.slot} started when the job was already running, and cannot join it: use "
+            "@Wrapper(rejoin=True) on all ranks, or restart the whole job"
         )
 
     def explain_removal(self) -> str:
-        """Why this member is not in the next iteration, for people."""
+        """Describes why this member is not in the next iteration."""
         ends, n = self.agreement.ends, self.view.n
         if self.agreement.joining.newest_of(self.slot) != self.member:
             return self._explain_takeover()

@@ -1,4 +1,4 @@
-"""Watching the next members in the ring, so that the loss of a host or network is noticed."""
+"""Watches the next members in the ring, so that the loss of a host or network is noticed."""
 
 import enum
 from collections.abc import Collection, Iterator
@@ -8,9 +8,9 @@ from . import Agreement, keys
 from .records import FAULT, Fault, Head, Member, View
 from .silence import HeartbeatObserver
 
-_SOON = 8  # once a heartbeat has stood still for this part of the timeout, members behind are looked at, too
-_AHEAD = 8  # new members that a look adds for each member that stands still
-_FIRST_TRY = 0.05  # seconds between tries to propose, once an iteration with a silent member has ended
+_SOON = 8  # once a heartbeat is unchanged for this fraction of the timeout, looks include members behind it
+_AHEAD = 8  # new members that a look adds for each member whose heartbeat is unchanged
+_FIRST_TRY = 0.05  # seconds between attempts to propose, once an iteration with a silent member has ended
 
 
 class Sight(enum.Flag):
@@ -23,10 +23,10 @@ class Sight(enum.Flag):
 
 
 class NeighbourWatch:
-    """Watches the heartbeat of the next member in the ring; while it stands still, also of members behind.
+    """Watches the heartbeat of the next member in the ring; while it is unchanged, also of members behind.
 
-    So a look mostly costs one request. While members stand still, each look takes in more members, so if many
-    are lost together, the last one is known to be silent soon after the first.
+    So a look mostly costs one request. While heartbeats are unchanged, each look adds more members, so if
+    many are lost together, the last one is known to be silent soon after the first.
 
     Args:
         agreement: the protocol over the job's store.
@@ -34,7 +34,7 @@ class NeighbourWatch:
         timeout: seconds without a heartbeat after which a member is silent.
 
     Attributes:
-        doubts: whether a member stood still at the last look, so that members behind it are looked at, too.
+        doubts: whether a heartbeat was unchanged at the last look, so that looks include members behind it.
         left_out: watchers that were not in the current iteration when head was last read.
     """
 
@@ -49,7 +49,7 @@ class NeighbourWatch:
         self._spares: tuple[Head, set[Member]] | None = None  # silent members that are known to be spares
         self._suspicion: tuple[View, Member, frozenset[Member]] | None = None
         self._ended: Head | None = None  # the iteration that this watch has ended for a member's silence
-        # Seconds to the next try; it grows, since between two calls an ended iteration may last for long.
+        # Seconds to the next attempt; it grows, since between two calls an ended iteration may last long.
         self._pause = _FIRST_TRY
         self.doubts = False
         self.left_out: frozenset[Member] = frozenset()
@@ -58,12 +58,12 @@ class NeighbourWatch:
         """Looks at the job; ends the iteration if an active member has fallen silent.
 
         Once the iteration has ended for any reason, proposes the next one without the silent members. If it
-        has ended, wakes its waiters again, since nobody else may have. If a watcher was left out of the
+        has ended, wakes its waiters again, in case no other process has. If a watcher was left out of the
         current iteration, ends ``view`` for the watcher, since its old end may have been deleted.
 
         Args:
             view: the watchers' iteration.
-            watchers: the members on whose behalf this watches.
+            watchers: the members for which this watches.
             sight: what to look at.
 
         Returns:
@@ -71,8 +71,8 @@ class NeighbourWatch:
         """
         own = frozenset(watchers)
         if self._ended is not None and view.head != self._ended:
-            # A silent member of the new iteration has arrived all the same, whatever stops its heartbeat. Its
-            # silence is measured anew: a restart for each timeout that it lasts, not for each look.
+            # A silent member of the new iteration has nevertheless arrived, whatever stops its heartbeat. Its
+            # silence is measured from zero: it causes a restart per timeout, not per look.
             self._observer.forget_all_but(())
             self._ended = None
         try:
@@ -91,7 +91,7 @@ class NeighbourWatch:
     def leave_out_suspects(self) -> float | None:
         """Once an iteration with silent members has ended, proposes the next one without them.
 
-        So the restart does not wait for members that were silent before.
+        So the restart does not wait for members that were already silent.
 
         Returns:
             Seconds after which to call this again; None if there is nothing to do.
@@ -100,7 +100,7 @@ class NeighbourWatch:
             return None
         view, watcher, silent = self._suspicion
         store = self._agreement.store
-        # No wait, which would time out again and again while a lost spare is in a healthy iteration.
+        # Not a wait, which would time out repeatedly while a lost spare is in a healthy iteration.
         if not store.check([store.wake_name(keys.wake_end(view.n))]):
             self._pause = _FIRST_TRY
             return None
@@ -145,7 +145,7 @@ class NeighbourWatch:
 
     def _silent(self, view: View, own: frozenset[Member]) -> frozenset[Member]:
         """The silent members among those that the watchers have to look at."""
-        read: dict[str, float] = {}  # for each heartbeat read in this look, the seconds it has stood still
+        read: dict[str, float] = {}  # seconds that each heartbeat read in this look has been unchanged
         watched: list[Member] = []
         silent: list[Member] = []
         for start in self._starts(view, own):
@@ -156,7 +156,7 @@ class NeighbourWatch:
                     break
                 watched.append(peer)
                 if self._observer.heart_of(peer) == self._heart:
-                    continue  # a member of this node that is gone; its monitor reports that
+                    continue  # a lost member of this node, which its monitor reports
                 new += is_new
                 stillness = self._observer.stillness(peer, read)
                 if stillness > (0.0 if still else self._timeout / _SOON):
@@ -186,13 +186,13 @@ class NeighbourWatch:
             self._warn(f"slot {peer.slot}", "evicted")
             self._agreement.ends.log_fault(view.n, self._fault_of(peer, watcher))
         if active or outcome is not None:
-            # Also if it has ended already: the process that ended it may have died before waking the others.
+            # Even if it has already ended: the process that ended it may have died before waking the others.
             self._agreement.ends.end_iteration(view.n, FAULT)
             # Only arrived members may propose, so this does nothing until the watcher has arrived.
             self._agreement.iterations.advance(view, watcher, silent=silent)
 
     def _known_spares(self, view: View, watcher: Member, silent: frozenset[Member]) -> frozenset[Member]:
-        """The silent members that are spares for sure, whose silence does not end the iteration."""
+        """The silent members that are certainly spares, whose silence does not end the iteration."""
         if self._spares is None or self._spares[0] != view.head:
             self._spares = view.head, set()
         known = self._spares[1]

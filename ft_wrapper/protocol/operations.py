@@ -1,4 +1,4 @@
-"""What the protocol asks of a store: steps, which a store maps to torch's operations or to its own."""
+"""What the protocol needs from a store: steps, which a store maps to torch's operations or to its own."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Self
@@ -8,12 +8,12 @@ from .seal import Seal, forged
 
 _LENIENT = "surrogateescape"  # an error handler that keeps bytes that are not UTF-8
 
-#: What `ReadHeartbeat` gives for an expired heartbeat. No count is negative.
+#: The value that `ReadHeartbeat` gives for an expired heartbeat. No count is negative.
 LAPSED = -1
 
 
 class Read(NamedTuple):
-    """Reads a key that nobody waits for. Gives its value; None if it is absent."""
+    """Reads a key that has no waiters. Gives its value; None if it is absent."""
 
     key: str
 
@@ -82,7 +82,7 @@ class CompareAndSet(NamedTuple):
 
 
 class Delete(NamedTuple):
-    """Deletes keys that nobody writes any longer. Gives None."""
+    """Deletes keys that are no longer written. Gives None."""
 
     keys: tuple[str, ...]
 
@@ -129,9 +129,9 @@ def sealed(step: Step, seal: Seal) -> Step:
 
 
 class Operations:
-    """What the protocol asks of a store, and of the client's process: clocks, unique names, a log.
+    """What the protocol needs from a store, and from the client's process: clocks, unique names, a log.
 
-    `StoreMixin` implements it by torch's operations.
+    `StoreMixin` implements it with torch's operations.
     """
 
     patience: float
@@ -147,16 +147,16 @@ class Operations:
     """Logs a line for people."""
 
     def execute(self, steps: Sequence[Step]) -> list[str | None]:
-        """Carries out steps: one after the other, or all at once on a store that can do so.
+        """Carries out steps: one after another, or all at once on a store that can do so.
 
-        If an answer is lost, the steps are carried out again, and the first try may take effect late. So
+        If an answer is lost, the steps are carried out again, and the first attempt may take effect late. So
         steps are for logs, counts and registers, and for keys to which all writers write the same value.
 
         Returns:
-            What each step gives.
+            The result of each step.
 
         Raises:
-            StoreError: the value of a key is no text; names the key.
+            StoreError: the value of a key is not text; names the key.
         """
         raise NotImplementedError
 
@@ -164,7 +164,7 @@ class Operations:
         """Waits until a notification key is written.
 
         Returns:
-            The key's value if the store knows it without another request, else ``""``; None at the timeout.
+            The key's value if the store knows it without another request, else ``""``; None on timeout.
         """
         raise NotImplementedError
 
@@ -189,7 +189,7 @@ class Operations:
         raise NotImplementedError
 
     def wall_clock(self) -> float:
-        """Seconds since the epoch; the clocks of several hosts agree on it more or less."""
+        """Seconds since the epoch; the clocks of several hosts agree on it only roughly."""
         raise NotImplementedError
 
     def host_and_pid(self) -> tuple[str, int]:
@@ -229,7 +229,7 @@ def append_counted(store: Operations, key: str, entry: str, count_key: str) -> i
 
 
 def write_text(store: Operations, key: str, text: str) -> None:
-    """Writes a key that nobody waits for."""
+    """Writes a key that has no waiters."""
     store.execute([Write({key: text})])
 
 
@@ -247,13 +247,13 @@ def to_text(value: bytes, key: str, is_ours: bool = True) -> str:
     Args:
         value: the bytes in the store.
         key: the key.
-        is_ours: False for bytes that may be another program's: they are decoded in any case, and `encoded`
-            turns the text into the same bytes again, so that a compare-and-set can replace them.
+        is_ours: False for bytes that may be another program's: they are always decoded, and `encoded` turns
+            the text back into the same bytes, so that a compare-and-set can replace them.
     """
     try:
         return value.decode(errors="strict" if is_ours else _LENIENT)
     except UnicodeDecodeError:
-        raise StoreError(f"store key {key!r} holds {value!r}, which is no text") from None
+        raise StoreError(f"store key {key!r} holds {value!r}, which is not text") from None
 
 
 def encoded(value: str | bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""The decision of the next iteration, from what the store holds on the one that ended. Pure."""
+"""The decision of the next iteration, from the store's evidence on the one that ended. Pure."""
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
@@ -51,14 +51,14 @@ class Candidates:
         return {one.slot for one in self.newcomers}.issuperset(one.slot for one in view.members)
 
     def without(self, out: Collection[Member]) -> "Candidates":
-        """The same without those of the kept members that are excluded."""
+        """The same without the kept members that are excluded."""
         return dataclasses.replace(self, kept=tuple(one for one in self.kept if one not in out))
 
 
 def may_propose(found: Evidence, proposer: Member | None) -> bool:
-    """Whether the proposer may propose: a member only after it has arrived, and unless it is logged dead.
+    """Whether the proposer may propose: a member only once it has arrived, unless it is logged dead.
 
-    Monitors and joiners (None) may always.
+    Monitors and joiners (None) always may.
     """
     return proposer is None or (proposer in found.arrived and proposer not in found.dead)
 
@@ -72,7 +72,7 @@ def candidates(
         view: the iteration that ended.
         found: what the store holds on it.
         proposer: the member that proposes; None for a monitor or a joiner.
-        silent: members whose heartbeat the proposer has seen stand still.
+        silent: members whose heartbeat the proposer has seen unchanged for the timeout.
     """
     newest = {member.slot: member for member in sorted(found.joining)}
     kept = tuple(
@@ -92,7 +92,7 @@ def candidates(
 
 
 def awaited_replacements(found: Evidence, chosen: Candidates, judgement: Judgement) -> set[int]:
-    """The slots whose replacements were announced and have not come."""
+    """The slots whose replacements were announced and have not joined."""
     announced = {member.slot for member, marks in found.dead.items() if RETURNS in marks}
     return announced - {judgement.slot} - {member.slot for member in chosen.newcomers}
 
@@ -108,7 +108,7 @@ def next_decision(
         chosen: the members of the next one.
         judgement: what follows from its faults.
         spares: members that were spares in it.
-        active: number of its active ranks, as far as that is known.
+        active: number of its active ranks, as far as known.
 
     Raises:
         InternalError: two members left it with the same rank.
@@ -122,8 +122,8 @@ def next_decision(
         newcomers, kept = chosen.members, ()
     if len({arrived[member].rank for member in kept}) < len(kept):
         ranks = (f"slot {m.slot} is rank {arrived[m].rank} of {arrived[m].world_size}" for m in kept)
-        raise InternalError(f"the ranks of iteration {view.n} do not fit together: {', '.join(ranks)}")
-    size = sizes.pop() if kept else 0  # 0: nobody is left of that world, and newcomers form a new one
+        raise InternalError(f"the ranks of iteration {view.n} contradict each other: {', '.join(ranks)}")
+    size = sizes.pop() if kept else 0  # 0: no member is left of that world, and newcomers form a new one
     known = {member: arrival.rank for member, arrival in arrived.items() if arrival.world_size == size}
     world = widen(size, known, kept, removed, newcomers, spares.intersection(kept), active)
     removed = tuple(sorted(removed + world.moved))
@@ -145,7 +145,7 @@ def next_decision(
 
 
 def first_decision(members: tuple[Member, ...], limits: AllLimits) -> Decision:
-    """The decision that a job begins with: its members get ranks by slot."""
+    """The first decision of a job: its members get ranks by slot."""
     ranks, n = tuple(range(len(members))), keys.BEFORE_FIRST + 1
     return Decision(
         call=0,
@@ -195,7 +195,7 @@ class WidenedWorld:
 
 @dataclasses.dataclass(eq=False)
 class _Place:
-    slot: int | None  # slot of the member that has, or had, the place; None if that is not known
+    slot: int | None  # slot of the member that has, or had, the place; None if unknown
     taken: bool
     new: bool = False
 

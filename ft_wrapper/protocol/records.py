@@ -1,10 +1,10 @@
-"""What is written into the store, as data: members, faults, decisions, and the entries of its logs.
+"""The data written into the store: members, faults, decisions, and the entries of its logs.
 
 The terms: *n* numbers the global iterations. The *head* register names the current one. A *decision* says
 what changes from n - 1 to n. A member has *arrived* once it has left the function of n and waits for n + 1.
 A *call* is one call of the wrapped function; it has one iteration or more.
 
-Dataclasses are lines of JSON there, never pickles. Text that cannot be read raises a `StoreError` that names
+Dataclasses are stored as lines of JSON, never as pickles. Unreadable text raises a `StoreError` that names
 the key.
 """
 
@@ -26,22 +26,22 @@ FAULT = "fault"
 DONE = "done"
 #: Marks a death for which a replacement was announced.
 RETURNS = "returns"
-#: Marks a member that stopped waiting for the job to form; its process may live.
+#: Marks a member that stopped waiting for the job to form; its process may be alive.
 STOPPED_WAITING = "gave_up"
 #: Begins the mark of a death by an exception that `max_same_faults` counts.
 LEFT_BY = "left by "
-#: Marks a joiner that has waited ``join_window`` for others, where no member may be left.
+#: Marks a joiner that has waited ``join_window`` for others, in case no member is left.
 GATHERED = "gathered"
 FOR_GOOD = "for good: "  # begins the signature of a fault that ends the job at once
-# They wait for one peer, not for all.
+# These wait for one peer, not for all.
 _POINT_TO_POINT = {"send", "recv", "isend", "irecv", "send_object_list", "recv_object_list"}
 
 
 class Record:
     """A dataclass that is written as one line of JSON, without fields that have their default value.
 
-    A field's class with a `parse` method is written as text, an enum as its name (a `StrEnum` as its value),
-    a nested dataclass as a list. Long text is cut, since a store takes at most 8 MiB at a time.
+    An object whose class has a `parse` method is written as text, an enum as its name (a `StrEnum` as its
+    value), a nested dataclass as a list. Long text is cut, since a store takes at most 8 MiB at a time.
     """
 
     def to_json(self) -> str:
@@ -59,7 +59,7 @@ class Record:
             return cls(**{name: _reader(kind)(values[name], key) for name, kind in known.items()})
         except (KeyError, TypeError, ValueError) as error:
             what, held = cls.__name__.lower(), cut(text, IN_LINE)
-            raise StoreError(f"store key {key!r} holds {held!r}, which is no {what}: {error!r}") from None
+            raise StoreError(f"store key {key!r} holds {held!r}, which is not a {what}: {error!r}") from None
 
 
 _types: Any = functools.cache(typing.get_type_hints)
@@ -77,7 +77,7 @@ _to_json = json.JSONEncoder(default=_plain, separators=(",", ":")).encode
 
 @functools.cache
 def _reader(kind: Any) -> Any:
-    """What converts a JSON value to the type that an annotation names; it takes the key, too, for errors."""
+    """A function that converts a JSON value to an annotated type; it also takes the key, for errors."""
     parts, of = typing.get_args(kind), typing.get_origin(kind) or kind
     inner: Any = _reader(parts[0]) if parts else None
     if type(None) in parts:
@@ -94,7 +94,7 @@ def _reader(kind: Any) -> Any:
 
     def checked(value: Any, key: str) -> Any:
         if type(value) is not of and (of, type(value)) != (float, int):
-            raise TypeError(f"{value!r} is no {kind}")
+            raise TypeError(f"{value!r} is not a {kind}")
         return value
 
     return checked
@@ -126,7 +126,7 @@ class Member:
         """Reads ``slot:incarnation``; an error names the key."""
         slot, separator, incarnation = str(text).partition(":")
         if not (separator and slot.isdecimal() and incarnation.isdecimal()):
-            raise StoreError(f"store key {key!r} holds {text!r}, which is no member (slot:incarnation)")
+            raise StoreError(f"store key {key!r} holds {text!r}, which is not a member (slot:incarnation)")
         return cls(int(slot), int(incarnation))
 
 
@@ -152,7 +152,7 @@ class Head:
         """Reads ``call:n:nonce``; an error names the key."""
         parts = text.split(":")
         if len(parts) != 3 or not (parts[0].isdecimal() and parts[1].isdecimal()):
-            raise StoreError(f"store key {key!r} holds {text!r}, which is no head (call:n:nonce)")
+            raise StoreError(f"store key {key!r} holds {text!r}, which is not a head (call:n:nonce)")
         return cls(int(parts[0]), int(parts[1]), parts[2])
 
 
@@ -162,9 +162,9 @@ class MemberRecord(Record):
 
     Args:
         host: the host's name.
-        pid: the process; None if that is not known.
+        pid: the process; None if unknown.
         heart: name of the heartbeat that it shares with its node's ranks; None if it has its own.
-        gave_up: whether it has left on purpose, so that no other process should be started in its place.
+        gave_up: whether it has left on purpose, so that no process should replace it.
         ended_by: the fault that has ended the job on all ranks, if one has.
     """
 
@@ -190,7 +190,7 @@ class GroupSequence:
         size: how many ranks it has.
         number: how many operations the rank had begun.
         is_exact: whether only collectives are counted, so that ranks at the same operation have the same
-            number. Gloo counts ``send`` and ``recv``, too.
+            number. Gloo also counts ``send`` and ``recv``.
     """
 
     group: str
@@ -205,7 +205,7 @@ class CollectivePosition:
 
     Args:
         operation: the function that it was in; empty if in none.
-        group: the process group of the operation; empty if it is not known.
+        group: the process group of the operation; empty if unknown.
         counts: how far it was in each of its groups, in the first eight.
     """
 
@@ -234,7 +234,7 @@ class Fault(Record):
         message: what happened, one line.
         host: the member's host.
         pid: its process.
-        at: when it was noticed, in seconds since the epoch; 0 if that is not known.
+        at: when it was noticed, in seconds since the epoch; 0 if unknown.
         position: where it was in ``torch.distributed``, if it hung.
         counted: signature of the fault, if the member left the job by it and `max_same_faults` counts it.
     """
@@ -251,7 +251,7 @@ class Fault(Record):
 
     @property
     def record(self) -> InterruptionRecord:
-        """The public part of it."""
+        """Its public part."""
         return InterruptionRecord(-1 if self.rank is None else self.rank, self.interruption)
 
 
@@ -260,7 +260,7 @@ class SameFault:
     """A fault, and how many iterations in a row it has ended.
 
     Args:
-        what: its signature: the kind of exception and the source line, in words.
+        what: its signature: the kind of exception and the source line, as text.
         count: how many iterations in a row.
         member: the first member that left the last of them by this fault.
     """
@@ -286,7 +286,7 @@ class Blamed:
 
     Args:
         slot: the member's slot.
-        host: its host; empty if it is not known.
+        host: its host; empty if unknown.
         at: when, in seconds since the epoch.
     """
 
@@ -300,16 +300,16 @@ class Decision(Record):
     """What changes from one iteration to the next. Its size is that of the change, not of the world.
 
     Ranks are those of the *widened world*: the world of the iteration that ended, with a rank inserted for
-    each newcomer that replaces nobody. The rank assignment then closes the gaps.
+    each newcomer that replaces no member. The rank assignment then closes the gaps.
 
     Args:
         call: number of the wrapped call.
         n: number of the global iteration that begins.
         first: number of the call's first global iteration.
         removed: members that are no longer in the job, and spares that move to a lost rank.
-        ranks: the gaps: ranks of the widened world that nobody has.
-        joined: members that get a rank here: newcomers, spares that move, or everybody if ranks are dealt out
-            again by slot.
+        ranks: the gaps: ranks of the widened world without a member.
+        joined: members that get a rank here: newcomers, spares that move, or all members if ranks are
+            reassigned by slot.
         joined_ranks: the rank of each of them in the widened world.
         inserted: those of ``joined_ranks`` that did not exist before, in ascending order.
         world_size: size of the widened world, its gaps included.
@@ -319,7 +319,7 @@ class Decision(Record):
             same in all decisions.
         fault_window: time in seconds; the same in all decisions.
         blamed: the restarts within ``fault_window`` and the members that caused them, oldest first.
-        excluded: which slots and hosts are excluded, or stay though they should be, in words.
+        excluded: describes which slots and hosts are excluded, or stay though they should be excluded.
     """
 
     call: int
@@ -355,7 +355,7 @@ class Decision(Record):
 
 @dataclasses.dataclass(frozen=True)
 class View(Record):
-    """What a member knows of its iteration.
+    """A member's view of its iteration.
 
     Args:
         decision: the decision that led to it.
@@ -396,7 +396,7 @@ class View(Record):
 def roster_to_json(members: tuple[Member, ...]) -> str:
     """All members, by slot, as one line of JSON. Consecutive slots of the same incarnation are one entry.
 
-    So the roster of a job that has just formed is one entry, though every rank reads it.
+    So the roster of a newly formed job, which every rank reads, is one entry.
     """
     runs: list[list[int]] = []  # first slot, last slot, incarnation
     for member in members:
@@ -413,11 +413,11 @@ def roster_from_json(text: str, key: str) -> tuple[Member, ...]:
         runs = _reader(tuple[tuple[int, ...], ...])(json.loads(text), key)
         return tuple(Member(slot, again) for first, last, again in runs for slot in range(first, last + 1))
     except (TypeError, ValueError):
-        raise StoreError(f"store key {key!r} holds {text!r}, which is no roster") from None
+        raise StoreError(f"store key {key!r} holds {text!r}, which is not a roster") from None
 
 
 def record_of(store: Operations, member: Member) -> MemberRecord:
-    """What is known of a member's process; an empty record if the key is gone.
+    """The record of a member's process; an empty one if the key is absent.
 
     Raises:
         StoreError: the record cannot be read; names the key.
@@ -433,7 +433,7 @@ def record_of(store: Operations, member: Member) -> MemberRecord:
 def present(key: str, text: str | None) -> str:
     """The value of a key that must exist, since another key refers to it."""
     if text is None:
-        raise StoreError(f"store key {key!r} is gone, though what leads to it is there")
+        raise StoreError(f"store key {key!r} is missing, though another key refers to it")
     return text
 
 
@@ -444,11 +444,11 @@ def split_entry(line: str, count: int, key: str, *, rest: bool = False) -> list[
         line: the entry.
         count: number of words.
         key: the log's key.
-        rest: whether text may follow the words; it is the last item then, unchanged.
+        rest: whether text may follow the words; it is then the last item, unchanged.
     """
     words = line.split(maxsplit=count) if rest else line.split()
     if len(words) != count and not (rest and len(words) == count + 1):
-        raise StoreError(f"store key {key!r} holds the entry {line!r}, which has not {count} words")
+        raise StoreError(f"store key {key!r} holds the entry {line!r}, which does not have {count} words")
     return words
 
 
@@ -466,7 +466,7 @@ def decision_in(head: Head, text: str) -> Decision:
     if (decision.call, decision.n) != (head.call, head.n):
         raise StoreError(
             f"store key {key!r} holds a decision on iteration {decision.n} of call {decision.call}, "
-            f"where one on iteration {head.n} of call {head.call} belongs"
+            f"not one on iteration {head.n} of call {head.call}"
         )
     return decision
 
@@ -506,7 +506,7 @@ def joins_in(n: int, log: Iterable[str], call: int | None = None) -> dict[Member
     Args:
         n: the iteration.
         log: its log of joins.
-        call: only those that come for this call; all when None.
+        call: only joiners for this call; all when None.
     """
     key = keys.join(n)
     joins: dict[Member, bool] = {}
@@ -520,14 +520,14 @@ def joins_in(n: int, log: Iterable[str], call: int | None = None) -> dict[Member
 
 
 def outcome_in(n: int, register: str | None) -> str | None:
-    """How iteration n ended, by the value of its register; None while it runs."""
+    """How iteration n ended, from the value of its register; None while it runs."""
     if register not in (None, DONE, FAULT):
-        raise StoreError(f"store key {keys.end(n)!r} holds {register!r}, which is no outcome")
+        raise StoreError(f"store key {keys.end(n)!r} holds {register!r}, which is not an outcome")
     return register
 
 
 def deaths_in(n: int, log: Iterable[str]) -> dict[Member, set[str]]:
-    """The dead of n by its log, each with its marks.
+    """The dead of n, from its log, each with its marks.
 
     A mark is `RETURNS`, `STOPPED_WAITING`, `LEFT_BY` with a signature, or empty.
     """
@@ -536,6 +536,6 @@ def deaths_in(n: int, log: Iterable[str]) -> dict[Member, set[str]]:
     for line in log:
         name, _, mark = line.partition(" ")
         if mark not in ("", RETURNS, STOPPED_WAITING) and not mark.startswith(LEFT_BY):
-            raise StoreError(f"store key {key!r} holds the entry {line!r}, which is no member's death")
+            raise StoreError(f"store key {key!r} holds the entry {line!r}, which is not a member's death")
         deaths.setdefault(Member.parse(name, key), set()).add(mark)
     return deaths

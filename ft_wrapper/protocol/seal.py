@@ -1,8 +1,8 @@
-"""Seals: signatures by which the job's processes know their own texts in a store that others reach.
+"""Seals: signatures by which the job's processes recognize their own texts in a store that others can reach.
 
 Each line is followed by an HMAC-SHA256 (RFC 2104), cut to 128 bits, of the key's name and the line, under the
-job's secret. So a text that is copied to another key is not valid there. An old text that is written back to
-its own key is valid: a seal cannot distinguish old from new.
+job's secret. So a text copied to another key is not valid there. An old text written back to its own key is
+valid: a seal cannot distinguish old from new.
 """
 
 import hmac
@@ -15,7 +15,7 @@ _SIZE = 16  # bytes
 
 
 def forged(key: str) -> StoreError:
-    """The error for a key of the job that somebody else has written."""
+    """The error for a key of the job that a stranger has written."""
     return StoreError(f"store key {key!r} was not written with the secret that this process has")
 
 

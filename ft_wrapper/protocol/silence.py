@@ -1,4 +1,4 @@
-"""Heartbeats, and for how long an observer has seen none.
+"""Heartbeats, and how long an observer has seen none.
 
 Heartbeats are counters or leases, and silence is measured on the observer's own clock: no times of two hosts
 are compared. Silence is suspicion. Only the log of deaths is evidence.
@@ -40,7 +40,7 @@ class Heartbeats:
         self.store = store
 
     def beat_heart(self, heart: str, lasts: float = _LASTS) -> None:
-        """Sends a heartbeat: the members that use it live.
+        """Sends a heartbeat: the members that use it are alive.
 
         Args:
             heart: name of the heartbeat; a member's own has the member's name.
@@ -49,7 +49,7 @@ class Heartbeats:
         self.store.execute([Heartbeat(keys.heartbeat(heart), lasts)])
 
     def heart_of(self, member: Member) -> str:
-        """The name of a member's heartbeat, by its record; its own one if the record is gone."""
+        """The name of a member's heartbeat, from its record; its own heartbeat if the record is absent."""
         return record_of(self.store, member).heart or str(member)
 
     def get_heartbeat(self, member: Member) -> int:
@@ -62,34 +62,34 @@ class Heartbeats:
 
 
 class CounterObserver(Generic[K]):
-    """Watches heartbeats, which are counters or leases, and measures for how long each stands still.
+    """Watches heartbeats, which are counters or leases, and measures how long each has been unchanged.
 
     Only the time between two reads that the store answered counts. A failed read forgets all observations, so
-    an outage of the store makes nobody silent. The time between two reads counts as half of the timeout at
-    most: if the observer was stopped for longer, or waited for the store, all others may have done the same,
-    and may send heartbeats a moment later.
+    an outage of the store makes no member silent. The time between two reads counts as at most half of the
+    timeout: if the observer was stopped for longer, or waited for the store, all others may have done the
+    same, and may send heartbeats a moment later.
 
-    A lease that has expired counts as half of the timeout, which is about how long it lasts. So a member that
-    has lost its lease by mistake has the other half to come back.
+    An expired lease counts as half of the timeout, which is about how long it lasts. So a member that has
+    lost its lease by mistake has the other half to recover.
 
     Args:
         read: reads a heartbeat; see `ReadHeartbeat`.
         now: the observer's own clock, in seconds.
-        timeout: seconds for which a heartbeat has to stand still until its member is silent.
+        timeout: seconds for which a heartbeat has to be unchanged until its member is silent.
     """
 
     def __init__(self, read: Callable[[K], int], now: Callable[[], float], timeout: float) -> None:
         self._read = read
         self._now = now
         self._timeout = timeout
-        # The value, when it was last read, and for how long it had stood still by then.
+        # The value, when it was last read, and how long it had then been unchanged.
         self._seen: dict[K, tuple[int, float, float]] = {}
 
     def stillness(self, one: K) -> float:
-        """Reads a heartbeat; returns the seconds for which this observer has seen it stand still.
+        """Reads a heartbeat; returns the seconds for which this observer has seen it unchanged.
 
         Raises:
-            Exception: whatever the store raised; all earlier observations are forgotten then.
+            Exception: the store's error; all earlier observations are then forgotten.
         """
         try:
             count = self._read(one)
@@ -133,16 +133,16 @@ class HeartbeatObserver:
         )
 
     def silent(self, watched: Iterable[Member]) -> frozenset[Member]:
-        """Reads the heartbeats of members; returns the members whose heartbeats stood still for the timeout.
+        """Reads the heartbeats of members; returns the members whose heartbeat was unchanged for the timeout.
 
         Raises:
-            Exception: whatever the store raised; all earlier observations are forgotten then.
+            Exception: the store's error; all earlier observations are then forgotten.
         """
         read: dict[str, float] = {}
         return frozenset(one for one in watched if self.stillness(one, read) >= self._timeout)
 
     def stillness(self, member: Member, read: dict[str, float] | None = None) -> float:
-        """Seconds for which this observer has seen a member's heartbeat stand still.
+        """Seconds for which this observer has seen a member's heartbeat unchanged.
 
         Args:
             member: the member.
@@ -166,7 +166,7 @@ class HeartbeatObserver:
         return self._hearts[member]
 
     def knows(self, member: Member) -> bool:
-        """Whether this observer has looked at a member, and not forgotten it."""
+        """Whether this observer has looked at a member and not forgotten it."""
         return member in self._hearts
 
     def forget_all_but(self, watched: Iterable[Member]) -> None:

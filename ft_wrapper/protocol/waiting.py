@@ -1,4 +1,4 @@
-"""Waiting for a key that may never be written: looks at growing intervals, by a few members at a time."""
+"""Waits for a key that may never be written: looks at growing intervals, by a few members at a time."""
 
 import dataclasses
 import itertools
@@ -12,7 +12,7 @@ _STAGGER = 0.05  # seconds between one member's look and the next one's
 _LAST_STAGGER = 2.0
 _CHECKERS = 16  # members that read the log of arrivals on behalf of all
 _LOOKS_OF_FEW = 4  # looks after which more members read it
-LOOKS_BETWEEN_CALLS = _LOOKS_OF_FEW + 3  # a wait between two calls may be long: no more readers after this
+LOOKS_BETWEEN_CALLS = _LOOKS_OF_FEW + 3  # readers stop increasing: a wait between two calls may be long
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ def looks(
         timeout: seconds until the last look.
         first: seconds until the first look.
         longest: longest time between two looks, in seconds.
-        also_after: seconds after which there is a look in any case.
+        also_after: seconds after which there is always a look.
     """
     start, pause = store.now(), first
     for number in itertools.count():
@@ -73,7 +73,7 @@ def is_checker(position: int, size: int, look: int = 0) -> bool:
     """Whether a waiting member reads the log of arrivals, which costs O(size), at one of its looks.
 
     A few members, spread over the world, read the log on behalf of all, so that a straggler does not cost
-    O(size²). In case none of the few is left, their number doubles with each later look.
+    O(size²). In case none of them is left, their number doubles with each later look.
     """
     stride = max(1, size // _CHECKERS) >> max(0, look - _LOOKS_OF_FEW)
     return position % max(1, stride) == 0

@@ -182,7 +182,7 @@ def test_waiting_names_who_has_not_left() -> None:
     def wait(rank: int) -> int:
         return job.clients[rank].wait_for_global_iteration_ready(timedelta(seconds=5), iteration=1)
 
-    assert "iteration 0 is still on" in str(job.one(0, wait))
+    assert "iteration 0 is still running" in str(job.one(0, wait))
     job.all_but_propose([0, 2])
     Agreement(job.store).ends.log_deaths(0, {Member(3, 0): None}, ends=True)
     error = job.one(0, wait)
@@ -452,7 +452,7 @@ def test_recorded_iteration_of_a_rank(job: Job) -> None:
     for _ in range(3):
         job.each(range(4), job.advance)
     assert [job.store.get_iteration_for_rank(rank) for rank in range(4)] == [3] * 4  # by coordinate_...
-    assert job.store.get_iteration_for_rank(17) == 3  # nothing is recorded: the one that is on
+    assert job.store.get_iteration_for_rank(17) == 3  # nothing is recorded: the current one
     job.store.record_iteration_for_rank(17, 1)
     assert job.store.get_iteration_for_rank(17) == 1
     job.store.record_iteration_for_rank(17, 3)
