@@ -82,11 +82,11 @@ def why_unknown(host: str) -> str:
 
 
 def listening_address(host: str, port: int) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
-    """The address on which a server listens that is published under a name or address of this host.
+    """The address on which to listen for a server that is published under a name or address of this host.
 
-    This is the published address alone, if it can be found out. It is all addresses if the name has several
-    here; if the name has a loopback address here, as in Debian's hosts file, while other hosts know another
-    one; or if the name leads to this host through a proxy or a service.
+    This is only the published address, if it can be determined. It is all addresses if the name has several
+    here; if the name has a loopback address here, as in Debian's hosts file, while other hosts know a
+    different one; or if the name leads to this host through a proxy or a service.
 
     Args:
         host: name or address under which this host is published.
@@ -183,7 +183,7 @@ def tcp_address(host_name: str | None, port: int | None) -> tuple[str, int]:
     try:
         host_name.encode("idna")
     except UnicodeError as error:  # each look-up would raise this
-        raise ValueError(f"host_name={host_name!r} of the store is no name of a host: {error}") from None
+        raise ValueError(f"host_name={host_name!r} of the store is not a host name: {error}") from None
     return host_name, port
 
 
@@ -191,7 +191,7 @@ def master_port() -> int:
     """Reads MASTER_PORT.
 
     Raises:
-        ValueError: the variable is missing, or is no port.
+        ValueError: the variable is missing, or is not a port.
     """
     launch = "start the script with ftrun or torchrun, which set it"
     port = int_from_env("MASTER_PORT", 1, 65534, launch)
@@ -210,10 +210,10 @@ ENDPOINT = "HOST:PORT, or etcd://HOST:PORT/PREFIX"
 
 
 def canonical(endpoint: str) -> str:
-    """What a user calls a job, in the one form of all that mean the same without a look-up.
+    """The canonical form of a user's name for a job: one form for all that are equal without a look-up.
 
     Raises:
-        ValueError: a job cannot be called so.
+        ValueError: this is not a name of a job.
     """
     with contextlib.suppress(ValueError):
         if is_etcd(endpoint):
@@ -226,7 +226,7 @@ def canonical(endpoint: str) -> str:
 
 
 def members_of(endpoint: str) -> list[tuple[str, int]]:
-    """Host and port of a job's store, by what a user calls the job; of each member of etcd."""
+    """Host and port of a job's store, or of each member of etcd, from a user's name for the job."""
     if is_etcd(endpoint):
         return [(one.host, one.port) for one in parse_endpoints(EtcdAddress.parse(endpoint).endpoints)]
     host, port = split_host_port(endpoint)
@@ -237,7 +237,7 @@ def members_of(endpoint: str) -> list[tuple[str, int]]:
 
 
 def is_etcd(address: str) -> bool:
-    """Whether an address is one of keys in etcd, which outlive every node."""
+    """Whether an address is that of keys in etcd, which outlive every node."""
     return address.startswith(f"{ETCD_SCHEME}://")
 
 
@@ -280,7 +280,7 @@ class EtcdAddress:
         """Reads an address.
 
         Raises:
-            ValueError: the text is no address.
+            ValueError: the text is not an address.
         """
         parts = urlsplit(text)
         options = dict(parse_qsl(parts.query))

@@ -43,7 +43,7 @@ class StoreMixin(Barriers, ByHand):
     """A store: torch's operations, steps, barriers of named groups, and global iterations by hand.
 
     A custom store implements torch's operations. It may override ``execute`` to carry out several steps at
-    once, or a step in a better way, and ``wait_for`` if it knows the value of a notification key.
+    once, or to improve a step, and ``wait_for`` if it knows the value of a notification key.
     """
 
     patience = 0.0
@@ -63,7 +63,7 @@ class StoreMixin(Barriers, ByHand):
     # torch's operations --------------------------------------------------------------------------------
 
     def _call(self, name: str, *args: Any) -> Any:
-        """Calls one of torch's operations of this store, on keys that have the namespace already."""
+        """Calls one of torch's operations of this store, on keys that already have the namespace."""
         own = getattr(self, name)
         if getattr(own, "__func__", own) is getattr(StoreMixin, name):
             raise NotImplementedError(f"{type(self).__name__} has no {name}")
@@ -85,7 +85,7 @@ class StoreMixin(Barriers, ByHand):
         self._call("append", self.namespace + key, value)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str) -> bytes:
-        """Writes a key if it has the expected value (``""``: is absent). Read the key to see who won."""
+        """Writes a key if it has the expected value (``""``: is absent). Read the key to see the winner."""
         return bytes(self._call("compare_set", self.namespace + key, encoded(expected), desired))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
@@ -175,13 +175,13 @@ class StoreMixin(Barriers, ByHand):
         text = seal.check(step.key, held)
         if text is None and isinstance(step, _Register) and not self.is_private:
             if isinstance(step, operations.CompareAndSet) and not step.expected:
-                raise forged(step.key)  # replacing it would begin a job, though one may be running
+                raise forged(step.key)  # replacing it would start a job, though one may be running
             written = self.compare_set(step.key, held, step.desired)
             text = seal.check(step.key, to_text(written, step.key, is_ours=False))
         return seal.latest(step.key, text)
 
     def _perform(self, steps: Sequence[Step]) -> list[str | None]:
-        """Carries out steps, sealed already, by torch's operations."""
+        """Carries out steps, already sealed, with torch's operations."""
         prefix, is_ours = self.namespace, self.seal is None
         given: list[str | None] = []
         for step in steps:
@@ -226,13 +226,13 @@ class StoreMixin(Barriers, ByHand):
         try:
             return to_text(self._call("get", full), key, self.seal is None) if self.check([key]) else None
         except DistStoreError:
-            return None  # the key was deleted just now
+            return None  # the key was just deleted
 
 
 class HoldingStore(StoreMixin):
-    """Forwards every operation to an inner store, one of torch's or one of ours.
+    """Forwards every operation to an inner store, torch's or one of this package.
 
-    It wraps a store rather than being a subclass, because ``clone()`` of a subclass of torch's stores returns
+    It wraps a store instead of subclassing it, because ``clone()`` of a subclass of torch's stores returns
     torch's class.
 
     Args:
@@ -273,9 +273,9 @@ class _File(TorchFileStore):
     def append(self, key: str, value: str | bytes) -> None:
         before, text = "", value.decode() if isinstance(value, bytes) else value
         # The answer is the key's value. If two clients append the same line, neither knows whose line it is.
-        # Logs are read as sets, so a line that is there twice does no harm.
+        # Logs are read as sets, so a duplicate line does no harm.
         while (held := self.compare_set(key, before, before + text).decode()) != before + text:
-            before = "" if held == before else held  # empty if the key was deleted just now
+            before = "" if held == before else held  # empty if the key was just deleted
 
     def delete_key(self, key: str) -> bool:
         existed = self.check([key])  # torch's delete_key always returns True
@@ -293,7 +293,7 @@ class _File(TorchFileStore):
 class FileStore(HoldingStore):
     """Keys in a file on one host or on a file system with working locks.
 
-    For tests and for single nodes without ports. Each append rewrites the log by compare_set, and waiting
+    For tests and for single nodes without ports. Each append rewrites the log with compare_set, and waiting
     polls inside torch.
 
     Args:
@@ -349,7 +349,7 @@ class PrefixStore(HoldingStore, TorchPrefixStore):
         TorchPrefixStore.__init__(self, prefix, inner)
 
     def is_over(self) -> bool:
-        """Whether a fault has ended the iteration. After ``done`` nobody waits for a lost rank."""
+        """Whether a fault has ended the iteration. After ``done`` no rank waits for a lost one."""
         return Ends(self._store).outcome_of(self._iteration) == FAULT
 
     @property
@@ -377,7 +377,7 @@ class PrefixStore(HoldingStore, TorchPrefixStore):
 
         Raises:
             DistStoreError: some keys do not exist at the timeout.
-            RankShouldRestart: a fault has ended the iteration; a rank that was to write a key may be lost.
+            RankShouldRestart: a fault has ended the iteration; the rank that should write a key may be lost.
         """
         deadline = self.now() + (timeout or self.timeout).total_seconds()
         pause = _FIRST_LOOK

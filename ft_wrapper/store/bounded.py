@@ -1,4 +1,4 @@
-"""Calls that may block: each runs in a thread of its own, for which the caller waits a limited time."""
+"""Calls that may block: each runs in its own thread, for which the caller waits a limited time."""
 
 import logging
 import queue
@@ -17,21 +17,21 @@ T = TypeVar("T")
 def call_in_thread(function: Callable[[], T], what: str, seconds: float | None = None) -> T:
     """Calls a function in a daemon thread and waits for its result.
 
-    While the caller waits, signal handlers run at once, and their exceptions are raised here; a call of
+    While the caller waits, signal handlers run at once, and their exceptions are raised here; a call to
     torch's stores would delay them. A thread that does not end in time, or whose caller was interrupted, is
-    left behind with all that it uses: only the end of the process ends it.
+    left behind with everything it uses: only the end of the process ends it.
 
     Args:
         function: the function.
         what: description of the call, for the error and the thread's name.
-        seconds: how long to wait; None if the function has a limit of its own.
+        seconds: how long to wait; None if the function has its own limit.
 
     Returns:
-        What the function returns.
+        The function's result.
 
     Raises:
         ft_wrapper.exception.RestartTimeout: the call took longer.
-        BaseException: what the function raises.
+        BaseException: the function's error.
     """
     # A queue, so that no frame of an error's own traceback holds the error.
     answers: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
@@ -87,7 +87,7 @@ def bounded(what: str, work: Callable[[], object], seconds: float) -> None:
     thread = in_background(what, work)
     thread.join(seconds)
     if thread.is_alive():
-        log.warning("%s: not done after %g s, left alone", what, seconds)
+        log.warning("%s: not done after %g s, no longer waiting", what, seconds)
 
 
 def take_or_make(idle: list[T], make: Callable[[], T]) -> T:

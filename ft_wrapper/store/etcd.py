@@ -46,17 +46,17 @@ _SHORTEST_BEAT = 2  # seconds; etcd grants no shorter lease by its default setti
 
 
 class EtcdTimeout(DistStoreError, LookupError):
-    """Nobody wrote a key in time. The message names the missing keys."""
+    """A key was not written in time. The message names the missing keys."""
 
 
 class EtcdStore(Store, StoreMixin):
     """Keys in an etcd cluster (version 3.4 or later), under one prefix.
 
     All keys of a job except heartbeats have one lease. Each process that has made a store keeps the lease
-    alive until it closes that store; clones depend on the store that they were made of. If no process keeps
-    the lease alive for ``ttl``, the keys are gone, and a client that comes back gets `StoreError`, never a
-    number that was used before. A request whose answer is lost is sent again, to another member if there is
-    one. Then ``add`` may count twice, as on TCPStore.
+    alive until it closes that store; clones depend on the store that they were cloned from. If no process
+    keeps the lease alive for ``ttl``, the keys are deleted, and a client that reconnects gets `StoreError`,
+    never a number that was used before. A request whose answer is lost is sent again, to another member if
+    there is one. Then ``add`` may count twice, as on TCPStore.
 
     Args:
         endpoints: the members: ``"host:port,host:port"``, or a list of ``"host:port"``.
@@ -69,7 +69,7 @@ class EtcdStore(Store, StoreMixin):
         timeout: how long to try to reach etcd, and to wait in operations that wait.
         ttl: how long the keys stay when no process keeps them alive; set by the client that begins the job.
         namespace: prefix of this store's keys, after ``prefix``; one job may have several.
-        begins: whether to begin the job if there is none. A job that died must not begin again unnoticed.
+        begins: whether to start the job if there is none. A job that died must not start over unnoticed.
 
     Raises:
         StoreError: etcd cannot be reached within the timeout, or refuses; the message says why.
@@ -95,7 +95,7 @@ class EtcdStore(Store, StoreMixin):
         begins: bool = True,
     ) -> None:
         if not prefix.strip("/"):
-            raise ValueError(f"prefix={prefix!r} of the job's keys in etcd is no name; take the job's own")
+            raise ValueError(f"prefix={prefix!r} of the job's keys in etcd is empty; use the job's own name")
         if ttl < timedelta(seconds=1):
             raise ValueError(f"ttl={ttl!r} of the job's keys in etcd must be at least a second")
         super().__init__()
@@ -153,7 +153,7 @@ class EtcdStore(Store, StoreMixin):
         self.multi_set([key], [value])
 
     def multi_set(self, keys: list[str], values: Sequence[str | bytes]) -> None:
-        """Writes several keys; all at once if they are no more than some 60 keys and a megabyte."""
+        """Writes several keys; all at once up to some 60 keys and a megabyte."""
         texts = [to_text(encoded(value), key, is_ours=False) for key, value in zip(keys, values, strict=True)]
         self._perform([Write({key: text}) for key, text in zip(keys, texts, strict=True)])
 
@@ -166,7 +166,7 @@ class EtcdStore(Store, StoreMixin):
             try:
                 after = int(value or b"0") + amount
             except ValueError:
-                raise DistStoreError(f"add: key {key!r} holds {value!r}, which is no number") from None
+                raise DistStoreError(f"add: key {key!r} holds {value!r}, which is not a number") from None
             is_known = value is not None and not amount
             return [] if is_known else self._keys.replace(key, str(after).encode()), after
 
@@ -240,7 +240,7 @@ class EtcdStore(Store, StoreMixin):
         return super().wait_for(key, deadline - time.monotonic())
 
     def _perform(self, steps: Sequence[Step]) -> list[str | None]:
-        """Carries out steps, in as few transactions as possible; each heartbeat is a request of its own."""
+        """Carries out steps, in as few transactions as possible; each heartbeat is its own request."""
         given = list[str | None]()
         for group in _groups(steps):
             match group:
@@ -282,9 +282,9 @@ class EtcdStore(Store, StoreMixin):
         return revision, {key: found.keys for key, found in zip(keys, answers, strict=True) if found.keys}
 
     def _await(self, what: str, keys: Sequence[str], deadline: float) -> None:
-        """Waits for keys, one after the other; raises `EtcdTimeout` unless each is written in time.
+        """Waits for keys, one after another; raises `EtcdTimeout` unless each is written in time.
 
-        Each key is watched from the first look on, so a key that is written and deleted counts as written.
+        Each key is watched from the first look on, so a key that was written and deleted counts as written.
         """
         missing, since = set(keys), dict[str, int]()
         while missing:
@@ -294,7 +294,7 @@ class EtcdStore(Store, StoreMixin):
                 break
             remaining = deadline - time.monotonic()
             if remaining <= 0:
-                raise EtcdTimeout(f"{self!r}: {what} timed out: no one wrote the keys {sorted(missing)}")
+                raise EtcdTimeout(f"{self!r}: {what} timed out: the keys {sorted(missing)} were not written")
             key, since = min(missing), dict.fromkeys(missing, revision + 1) | since
             watch = Watch(self._etcd.client, self._keys.span(key), since.pop(key))
             try:
@@ -304,12 +304,12 @@ class EtcdStore(Store, StoreMixin):
                 since.clear()
 
     def _modify(self, what: str, key: str, decide: Callable[[bytes | None], tuple[list[Operation], T]]) -> T:
-        """Changes a key depending on its value; tries again if the key was written meanwhile.
+        """Changes a key depending on its value; retries if the key was written meanwhile.
 
         Args:
             what: name of the change, for messages.
             key: the key.
-            decide: maps the key's value to the operations, none if nothing has to change, and the result.
+            decide: maps the key's value to operations (none if nothing has to change) and the result.
         """
         held = self._held(key)
         while True:
@@ -338,7 +338,7 @@ def _groups(steps: Sequence[Step]) -> Iterator[list[Step]]:
 def _fit_together(steps: Sequence[Step]) -> bool:
     """Whether steps fit in one transaction, which must not be too large, nor write a key twice.
 
-    Entries of one log that are written at once would have no order. A heartbeat is no transaction.
+    Entries of one log that are written at once would have no order. A heartbeat is not a transaction.
     """
     every = [key for step in steps for key in keys_of(step)]
     written = [key for step in steps for key in keys_of(step) if not isinstance(step, Reading)]
@@ -354,21 +354,21 @@ class EtcdJob:
     """All keys of a job: they are under one prefix, and have one lease, except heartbeats.
 
     The key ``life`` holds a nonce, and has the lease. Keys are read and changed only while ``life`` holds
-    that nonce. So a client that comes back after the lease has expired gets an error, never an empty store.
+    that nonce. So a client that reconnects after the lease has expired gets an error, never an empty store.
 
     Args:
         client: a client of etcd.
         prefix: prefix of all keys.
         ttl: seconds for which the keys of a new job stay when no process keeps the lease alive; None if the
-            job has to exist already.
+            job must already exist.
         timeout: seconds for which to try to reach etcd.
 
     Attributes:
         prefix: the prefix as bytes.
         keys: prefix of the keys of the job's stores.
         lease: the lease of all keys.
-        nonce: unique to this job: an earlier job under the same prefix had another one.
-        ending: takes what makes the thread end that keeps the lease alive.
+        nonce: unique to this job: an earlier job under the same prefix had a different one.
+        ending: an item in it ends the thread that keeps the lease alive.
 
     Raises:
         StoreError: etcd cannot be reached, or refuses; the message says why.
@@ -382,7 +382,7 @@ class EtcdJob:
         self.lease, self.nonce = self._find_or_begin(ttl, timeout)
         self._beats: dict[tuple[Range, int], int] = {}  # leases of heartbeats, by their entries and ttl
         self._begin_waiting()
-        # No event: what is collected while its lock is held could not set it.
+        # Not an event: a finalizer that runs while its lock is held could not set it.
         self.ending: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._keeper = in_background("keeping the job's lease alive", self._keep)
 
@@ -390,7 +390,7 @@ class EtcdJob:
         return f"{self.client!r}, {self.prefix.decode()!r}"
 
     def close(self) -> None:
-        """No longer keeps the lease alive; ends all threads and connections."""
+        """Stops keeping the lease alive; ends all threads and connections."""
         self.ending.put(None)
         self._keeper.join(_CLOSED_WITHIN)
 
@@ -404,7 +404,7 @@ class EtcdJob:
             timeout: seconds for which it is retried.
 
         Raises:
-            StoreError: the transaction failed, or the job's keys are gone.
+            StoreError: the transaction failed, or the job's keys are deleted.
         """
         while_it_lasts = transaction._replace(
             compare=[messages.compare(self._life, "value", self.nonce), *transaction.compare],
@@ -416,8 +416,8 @@ class EtcdJob:
         life, *answers = done.answers
         if not life.keys or life.keys[0].value != self.nonce:
             raise StoreError(
-                f"{self!r}: the job's keys are gone: no one kept their lease alive for its time, or somebody "
-                "removed them; this job cannot go on"
+                f"{self!r}: the job's keys are gone: no process kept their lease alive, or they were "
+                "removed; this job cannot go on"
             )
         return done._replace(answers=answers)
 
@@ -433,7 +433,7 @@ class EtcdJob:
             The revision at which the first `MOST_OPERATIONS` spans were read, and an answer for each span.
 
         Raises:
-            StoreError: the read failed, or the job's keys are gone.
+            StoreError: the read failed, or the job's keys are deleted.
         """
         revision, answers = 0, list[Answer]()
         for start in range(0, max(1, len(spans)), messages.MOST_OPERATIONS):
@@ -445,9 +445,9 @@ class EtcdJob:
     def remove(self, timeout: float) -> bool:
         """Deletes all keys of the job, and its lease; returns whether the job still existed.
 
-        To end the lease is not enough, since heartbeats have their own. The deletion is one transaction,
-        since another job may begin as soon as ``life`` is gone. It spares other keys below the prefix, which
-        may be those of other jobs.
+        Ending the lease is not enough, since heartbeats have their own. The deletion is one transaction,
+        since another job may start as soon as ``life`` is deleted. It spares other keys below the prefix,
+        which may belong to other jobs.
         """
         spans = [self._life, Range.prefix(self.keys)]
         removal = Transaction(
@@ -510,7 +510,7 @@ class EtcdJob:
         return life.lease, life.value
 
     def _keep(self) -> None:
-        """Keeps the lease alive until the job is closed, or has gone."""
+        """Keeps the lease alive until the job is closed or its lease has expired."""
         ttl, pause = 1, 0.0
         while ttl:
             with contextlib.suppress(queue.Empty):
@@ -537,11 +537,11 @@ class EtcdJob:
         """Sends a heartbeat: renews a lease, which writes no key.
 
         The first heartbeat makes a lease and an entry with it, and so does the next one after the lease has
-        expired; each other heartbeat only renews the lease. When nobody renews a lease, etcd deletes it with
-        its entry. Several processes may send heartbeats for the same key, each by an entry of its own; a
-        parent and its child share one. The last of the entries to expire counts.
+        expired; every other heartbeat only renews the lease. When a lease is not renewed, etcd deletes it
+        with its entry. Several processes may send heartbeats for the same key, each with its own entry; a
+        parent and its child share one. The last entry to expire counts.
 
-        An existing lease is renewed even if the job's keys are gone: readers get an error anyway.
+        An existing lease is renewed even if the job's keys are deleted: readers get an error anyway.
 
         Args:
             what: name of the heartbeat, for messages.
@@ -550,7 +550,7 @@ class EtcdJob:
             timeout: seconds for which a request is retried.
 
         Raises:
-            StoreError: a request failed; or the lease had expired, and the job's keys are gone.
+            StoreError: a request failed; or the lease had expired, and the job's keys are deleted.
         """
         ttl = max(_SHORTEST_BEAT, math.ceil(lasts))
         lease = self._beats.get((entries, ttl))

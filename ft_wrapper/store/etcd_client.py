@@ -7,10 +7,10 @@ A request whose answer was lost may have been carried out, and may still be carr
 So each change is a transaction whose comparisons make a repetition harmless.
 
 There is a standing watch for notification keys, and one watch for each wait for other keys. If a watch begins
-at a revision that is past when the request arrives, etcd serves it with its next periodic look, up to 100 ms
-later. So one watch follows the notification keys all the time: see `StandingWatch`. Each watch has a
-connection of its own. On a shared one the gateway may lose all requests after the first, since its HTTP
-server discards what it has not read when the answer begins.
+at a revision that is already past when the request arrives, etcd serves it at its next periodic look, up to
+100 ms later. So one watch follows the notification keys all the time: see `StandingWatch`. Each watch has its
+own connection. On a shared one the gateway may lose all requests after the first, since its HTTP server
+discards unread requests when the answer begins.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ except ImportError as error:
 
 log = logging.getLogger(__name__)
 
-_FIRST_TRY = 0.5  # seconds for the first try; proposals in flight at a change of leader are lost silently
+_FIRST_TRY = 0.5  # seconds for the first attempt; a change of leader silently loses proposals in flight
 _LONGEST_TRY = 5.0  # if every member is that slow
 _SHORTEST_TRY = 0.05
 _CONNECTIONS = 8  # kept open to a member for the threads of a process; further ones are closed after use
@@ -77,7 +77,7 @@ class EtcdClient:
         timeout: seconds for which a request is retried before it fails.
 
     Attributes:
-        leaving: functions that are called with a member that is no longer used, since it may be stopped.
+        leaving: functions called with a member that is no longer used, since it may have stopped.
 
     Raises:
         ValueError: an argument is malformed. No network is used.
@@ -205,8 +205,8 @@ class EtcdClient:
             return retrying(send)
         except tenacity.RetryError as failure:
             raise StoreUnavailable(
-                f"{self!r}: {what} got no answer for {seconds:g} s: {failure.last_attempt.exception()}; see "
-                "whether its members run, can be reached, and have a majority"
+                f"{self!r}: {what} got no answer for {seconds:g} s: {failure.last_attempt.exception()}; "
+                "check that its members run, can be reached, and have a majority"
             ) from None
 
     # Members -------------------------------------------------------------------------------------------
@@ -217,20 +217,20 @@ class EtcdClient:
         return self._endpoints[self._current]
 
     def leave(self, endpoint: Endpoint) -> None:
-        """Goes on with the next member, if the given one, which does not answer, is the current one."""
+        """Switches to the next member if the given one, which does not answer, is the current one."""
         if endpoint == self.current and len(self._endpoints) > 1:
             self._current = (self._current + 1) % len(self._endpoints)
             for listener in list(self.leaving):
                 listener(endpoint)
 
-    # One try, also for watches -------------------------------------------------------------------------
+    # One attempt, also for watches ---------------------------------------------------------------------
 
     def try_lasts(self, tries: int) -> float:
-        """Seconds for a try, by its number in a row; longer with every round through the members."""
+        """Seconds for an attempt, by its number in a row; longer with every round through the members."""
         return min(_LONGEST_TRY, _FIRST_TRY * 2.0 ** min(10, (tries - 1) // len(self._endpoints)))
 
     def pause_after(self, failures: int) -> float:
-        """Seconds before another try, by the number of failures; 0 until all members have been tried."""
+        """Seconds before another attempt, by the number of failures; 0 until all members have been tried."""
         rounds = failures // len(self._endpoints)
         return 0.0 if rounds == 0 else random.uniform(0.5, 1.0) * min(0.5, 0.01 * 2.0 ** min(10, rounds))
 
@@ -280,7 +280,7 @@ class EtcdClient:
         return urllib3.connection.HTTPConnection(endpoint.host, endpoint.port, **given)
 
     def _send(self, what: str, path: str, data: bytes, patience: float) -> dict[str, Any]:
-        """One try, with the user's token."""
+        """One attempt, with the user's token."""
         token = self.token(patience)
         try:
             return self._post(what, path, data, patience, token)
@@ -318,8 +318,8 @@ class EtcdClient:
 class Watch:
     """The writes of a span as they come, each once and in order. A deletion has ``create_revision`` 0.
 
-    When a member is lost, the watch goes on with another member, after the last revision that it has seen. A
-    member that has lost the majority reports that, and is left. Without writes there is no traffic.
+    When a member is lost, the watch goes on with another one, after the last revision that it has seen. It
+    leaves a member that reports a lost majority. Without writes there is no traffic.
 
     Args:
         client: a client of etcd.
@@ -345,7 +345,7 @@ class Watch:
             self._shut()
 
     def _leave(self, endpoint: Endpoint) -> None:
-        """Goes on with another member, if the watch is with this one; called in any thread."""
+        """Switches to another member, if the watch uses this one; called from any thread."""
         with self._lock:
             if self._endpoint == endpoint:
                 self._shut()
@@ -430,7 +430,7 @@ class Watch:
                 return
             self._socket, self._endpoint = line, endpoint
         request = {**self._span.json, "start_revision": str(self._start)}
-        # With this header a member without a leader reports that, rather than being silent.
+        # With this header a member without a leader reports that instead of staying silent.
         headers = {**self._client.headers(token), "Grpc-Metadata-hasleader": "true"}
         body = json.dumps({"create_request": request}).encode()
         connection.request("POST", "/v3/watch", body=body, headers=headers, preload_content=False)
@@ -508,7 +508,7 @@ class StandingWatch:
                         self._changed.notify_all()
         except EtcdCompacted:
             pass
-        except Exception as error:  # any error, since nobody may wait for ever
+        except Exception as error:  # any error, since no thread may wait forever
             why = error
         with self._changed:
             self.ended, self._why = True, why

@@ -17,7 +17,7 @@ from ..protocol import operations as steps
 from ..protocol.operations import Step, encoded, to_text
 from .address import Endpoint
 
-#: Bytes of the largest request that etcd accepts by default, about.
+#: Approximate bytes of the largest request that etcd accepts by default.
 LARGEST_REQUEST = 1_500_000
 #: Most operations of a transaction that etcd accepts by default.
 MOST_OPERATIONS = 128
@@ -54,7 +54,7 @@ class EtcdCompacted(StoreError):
 
 
 class NoAnswer(Exception):
-    """A member did not answer, or cannot right now: another try may succeed."""
+    """A member did not answer, or cannot right now: another attempt may succeed."""
 
 
 class Range(NamedTuple):
@@ -147,7 +147,7 @@ def delete(span: Range) -> Operation:
 
 
 class Transaction(NamedTuple):
-    """Operations that etcd does all at once if all comparisons are true, and others that it does otherwise.
+    """Operations that etcd carries out at once if all comparisons are true, and others if they are not.
 
     Args:
         what: name of the transaction, for messages.
@@ -194,7 +194,7 @@ def read_answer(what: str, endpoint: Endpoint, status: int, data: bytes) -> dict
         NoAnswer: the member cannot answer now.
         EtcdCompacted: etcd no longer has the revision.
         EtcdRefused: etcd refuses the request.
-        StoreError: the server is no etcd.
+        StoreError: the server is not etcd.
     """
     try:
         reply = json.loads(data)
@@ -245,7 +245,7 @@ def meaning_of(what: str, endpoint: Endpoint, error: Exception) -> Exception:
     Args:
         what: name of the request, for messages.
         endpoint: the member that got the request.
-        error: the library's error, or a `NoAnswer`, which is returned as it is.
+        error: the library's error, or a `NoAnswer`, which is returned unchanged.
     """
     if isinstance(error, NoAnswer):
         return error
@@ -312,7 +312,7 @@ class EtcdKeys:
         return Range.prefix(self.span(key).key + _ENTRY)
 
     def beats(self, key: str) -> Range:
-        """The heartbeats of a key: entries with leases of their own."""
+        """The heartbeats of a key: entries with their own leases."""
         return Range.prefix(self.entries(key).key + self._nonce)
 
     def name(self, place: bytes) -> str:
@@ -320,7 +320,7 @@ class EtcdKeys:
         name = place.removeprefix(self._prefix)
         return name[: name.index(_END)].replace(b"\0\xff", b"\0").decode()
 
-    # What is done with them -----------------------------------------------------------------------------
+    # Operations on them ---------------------------------------------------------------------------------
 
     def replace(self, key: str, value: bytes) -> list[Operation]:
         """Sets a key."""
@@ -358,7 +358,7 @@ class EtcdKeys:
                 return [self.append(key, f"{entry}\n".encode())]
             case steps.Write(values):
                 return [o for key, text in values.items() for o in self.replace(key, encoded(text))]
-            # A second write of a notification would wake everybody again.
+            # A second write of a notification would wake all waiters again.
             case steps.SetIfAbsent(key, value) | steps.Notify(key, value):
                 return [self._move(key, "", value)]
             case steps.CompareAndSet(key, expected, desired):
@@ -379,7 +379,7 @@ class EtcdKeys:
         return {"request_txn": move.json}
 
     def given(self, step: Step, answers: Sequence[Answer], is_ours: bool) -> str | None:
-        """What a step gives, by the answers to its operations."""
+        """The result of a step, from the answers to its operations."""
         match step:
             case steps.Read(key):
                 value = value_of(answers[0].keys)
@@ -399,5 +399,5 @@ class EtcdKeys:
 
 
 def value_of(held: Sequence[KeyValue]) -> bytes | None:
-    """The value of a key by the parts read from its span; None if the key is absent."""
+    """The value of a key, from the parts read from its span; None if the key is absent."""
     return b"".join(kv.value for kv in held) if held else None

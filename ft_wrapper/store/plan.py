@@ -1,4 +1,4 @@
-"""Which store a job uses, and who hosts it: never a training process, so that any rank may die."""
+"""Which store a job uses, and which process hosts it: never a training process, so that any rank may die."""
 
 import contextlib
 import dataclasses
@@ -20,7 +20,7 @@ from .tcp import TCPStore, TCPStoreServer
 if TYPE_CHECKING:
     from .etcd import EtcdStore
 
-_PROBE = timedelta(seconds=5)  # time for an answer from a store that has the port already
+_PROBE = timedelta(seconds=5)  # time for an answer from a store that already has the port
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +33,8 @@ class StorePlan:
             hosts the store.
         host: host of that server, by the name or address that clients use.
         description: name of the store for messages; the same for the same store.
-        chosen: whether the user chose the host or port. Then another process may host the job's store there
-            already. A store at an address that was only derived from MASTER_PORT is another job's.
+        chosen: whether the user chose the host or port. Then another process may already host the job's store
+            there. A store at an address that was only derived from MASTER_PORT is another job's.
         plain: arguments of `announced_plan` for the same plan in another process, as JSON values; None unless
             ``ftrun`` announced the store.
     """
@@ -67,10 +67,10 @@ class StorePlan:
         return self.port is not None and isinstance(store, TCPStore) and store.is_hosted_by_rank()
 
     def is_served(self, *, by_rank: bool) -> bool:
-        """Whether a store of this job, rather than another job's, answers at the planned address already.
+        """Whether a store of this job, not of another job, already answers at the planned address.
 
         Args:
-            by_rank: whether a store that a rank's monitor hosts may be this job's: that of the slot's earlier
+            by_rank: whether a store hosted by a rank's monitor may be this job's: that of the slot's earlier
                 process. A store that no monitor hosts is the user's, if the user chose the address.
         """
         if self.port is None or not (by_rank or self.chosen):
@@ -91,7 +91,7 @@ def connector(address: str, timeout: timedelta) -> Callable[[], StoreMixin]:
         timeout: how long an operation is retried while the store does not answer.
 
     Raises:
-        ValueError: the text is no address.
+        ValueError: the text is not an address.
     """
     if is_etcd(address):
         return functools.partial(connect_etcd, EtcdAddress.parse(address), timeout)
@@ -104,13 +104,13 @@ def connector(address: str, timeout: timedelta) -> Callable[[], StoreMixin]:
 
 
 def connect(address: str, timeout: timedelta) -> StoreMixin:
-    """Makes a client; see `connector`. Raises StoreError, too, if the store does not answer."""
+    """Makes a client; see `connector`. Also raises StoreError if the store does not answer."""
     return connector(address, timeout)()
 
 
 @contextlib.contextmanager
 def opened_by_tool(address: str, timeout: timedelta) -> Iterator[StoreMixin]:
-    """A client for a tool outside the job, for a while; arguments and errors as for `connect`."""
+    """A temporary client for a tool outside the job; arguments and errors as for `connect`."""
     with contextlib.closing(connect(address, timeout)) as store:
         store.seal = store.seal or secret.found_seal(store)
         yield store
@@ -122,10 +122,10 @@ def connect_etcd(address: EtcdAddress, timeout: timedelta, *, begins: bool = Fal
     Args:
         address: address of the keys. User and password come from the environment variables of ``etcdctl``.
         timeout: how long to try to reach etcd, now and later, and to wait in operations that wait.
-        begins: whether to begin the job if there is none.
+        begins: whether to start the job if there is none.
 
     Raises:
-        StoreError: etcd cannot be reached, or refuses, or there is no such job; with the reason.
+        StoreError: etcd cannot be reached, or refuses, or there is no such job; gives the reason.
         ImportError: a library is missing; names it.
     """
     from .etcd import EtcdStore  # imported late, since it needs a library that only an extra installs
@@ -164,7 +164,7 @@ def plan_store(
         described = f"{name}({without_password(given)})"
         return StorePlan(functools.partial(factory, **given), None, "", described)
     if not given and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # torchrun keeps its store when it restarts the workers, and each attempt is a job of its own.
+        # torchrun keeps its store when it restarts the workers, and each attempt is a separate job.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         run_id = os.environ.get("TORCHELASTIC_RUN_ID", "")
         host, port = tcp_address(None, master_port())

@@ -1,4 +1,4 @@
-"""The job's secret, by which its processes know their own texts in the store; see `protocol.seal`.
+"""The job's secret, by which its processes recognize their own texts in the store; see `protocol.seal`.
 
 The agent makes the secret, or gets it from the user, and sends it to processes of its user through its
 socket. The secret is never in the environment of a rank, whose children would inherit it.
@@ -28,7 +28,7 @@ AGENTS = "ft_wrapper/agents"
 #: Register: the job's secret, if only the job's own processes can read the store.
 SECRET = "ft_wrapper/secret"
 _LEAST, _MOST = 16, 4096  # bytes of a secret that a user gives
-_ASKED, _TIMEOUT = 64, 10.0  # most agents that are asked; seconds to wait for each, which answers at once
+_ASKED, _TIMEOUT = 64, 10.0  # most agents asked; seconds to wait for each, though a live one answers at once
 _CREDENTIALS = struct.Struct("3i")
 _known: list[bytes | None] = []  # empty until it is known whether there is a secret
 _warned: list[str] = []
@@ -78,8 +78,8 @@ def checked(where: str, secret: bytes) -> bytes:
     """
     if not _LEAST <= len(secret.strip()) <= _MOST:
         raise ValueError(
-            f"{where}: a secret has {_LEAST} to {_MOST} bytes, and this one {len(secret.strip())}; give each "
-            "job its own, as from 'openssl rand -hex 32'"
+            f"{where}: a secret has {_LEAST} to {_MOST} bytes, this one has {len(secret.strip())}; give each "
+            "job its own, for example from 'openssl rand -hex 32'"
         )
     return secret.strip()
 
@@ -116,7 +116,7 @@ def found_seal(store: StoreMixin) -> Seal | None:
 
 
 def announce(store: StoreMixin, agent: str, record: str) -> None:
-    """Writes into the store that the job has a secret, which an agent hands out; nothing if the job is open.
+    """Notes in the store that the job has a secret, which an agent hands out; does nothing in an open job.
 
     Args:
         store: a store of the job.
@@ -139,7 +139,7 @@ def announce(store: StoreMixin, agent: str, record: str) -> None:
 
 
 def warn_if_open(store: str) -> None:
-    """Warns once that others can change the store, if the job has no secret."""
+    """Warns once that strangers can change the store, if the job has no secret."""
     if job_secret() is None and not _warned:
         _warned.append(store)
         log.warning(
@@ -150,7 +150,7 @@ def warn_if_open(store: str) -> None:
 
 
 def peer(line: socket.socket) -> tuple[int, int]:
-    """The process and its effective user at the other end of a Unix socket."""
+    """The process at the other end of a Unix socket, and its effective user."""
     pid, uid, _ = _CREDENTIALS.unpack(
         line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     )
@@ -175,11 +175,11 @@ def _ask(agent: str) -> bytes | None:
 
 
 def _warn(store: str, key: str) -> None:
-    """Logs an error for the first forged key of a store only: the others would say the same."""
+    """Logs an error only for the first forged key of a store: further errors would say the same."""
     log.log(
         logging.DEBUG if store in _warned else logging.ERROR,
-        "store %s: key %s was not written with this job's secret: ignored. Somebody else writes there, or a "
-        "node has another secret (SECURITY.md)",
+        "store %s: key %s was not written with this job's secret: ignored. A stranger writes there, or a "
+        "node has a different secret (SECURITY.md)",
         *(store, key),
     )
     _warned.append(store)

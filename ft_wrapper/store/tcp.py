@@ -1,4 +1,4 @@
-"""Keys in a TCPStore: the client; the server."""
+"""Keys in a TCPStore: the client and the server."""
 
 import copy
 import ctypes
@@ -35,8 +35,8 @@ SERVER_IS_LIBUV = TorchVersion(torch.__version__) >= "2.8"
 # Key: a rank's monitor hosts the server. Without a namespace, since it is about the server, not about a job.
 HOSTED_BY_RANK = "ft_wrapper/hosted_by_rank"
 _BACKLOG = 4096  # all ranks of a job connect at once
-_FILES_OF_A_SERVER = 12  # files that torch's server opens; without them its error is no more than "uv loop"
-#: Errors that waiting does not end.
+_FILES_OF_A_SERVER = 12  # files that torch's server opens; without them its only error is "uv loop"
+#: Errors for which waiting does not help.
 NO_DESCRIPTORS = errno.EMFILE, errno.ENFILE
 
 _Call = tuple[str, tuple[Any, ...]]  # name and arguments of an operation
@@ -44,7 +44,7 @@ _Call = tuple[str, tuple[Any, ...]]  # name and arguments of an operation
 _NOT_ANSWERED = "set", "append", "multi_set"
 _MOST_UNANSWERED = 64
 # If the server ends while torch's client connects, the client takes up to three times its timeout to report
-# that. So attempts are short, but each is twice as long as the last, for a server with thousands of clients.
+# it. So attempts start short, but each is twice as long as the last, for a server with thousands of clients.
 _FIRST_ATTEMPT = 1.0  # seconds
 _LONGEST_ATTEMPT = 16.0
 _LAST_WORDS = 5.0  # seconds beyond the patience for the last attempt to fail
@@ -56,11 +56,11 @@ class TCPStore(HoldingStore):
     """A client of a TCPStore server.
 
     It never hosts the server, which has to outlive any rank (see `TCPStoreServer`). If the connection is
-    lost, it connects again and repeats the operation, until ``timeout`` has passed. It waits for this once:
-    later operations, those of clones included, fail at once unless a server listens at the address again. A
-    server that comes back empty is an error, because all agreements are gone.
+    lost, it reconnects and repeats the operation, until ``timeout`` has passed. It waits for this only once:
+    later operations, also of clones, fail at once unless a server listens at the address again. A server that
+    comes back empty is an error, because all agreements are lost.
 
-    It waits for a server that is busy or stopped. A host that is silent, as after a loss of power, is lost
+    It waits for a server that is busy or stopped. A silent host, as after a loss of power, counts as lost
     after half of ``timeout``, but not before 15 s, or ``timeout`` if that is less.
 
     Threads may share a client: their operations take turns.
@@ -73,7 +73,7 @@ class TCPStore(HoldingStore):
         namespace: prefix of every key, so that several jobs can share a server.
 
     Raises:
-        StoreError: nobody answers at the address within the timeout.
+        StoreError: no server answers at the address within the timeout.
     """
 
     reads_by_compare_set = True
@@ -89,7 +89,7 @@ class TCPStore(HoldingStore):
         self.host_name, self.port = tcp_address(host_name, port)
         self.patience = timeout.total_seconds()
         self._unanswered: list[_Call] = []
-        # Errors of clients that have tried for long enough; all clones share the list.
+        # Errors of clients that have tried long enough; all clones share the list.
         self._losses: list[str] = []
         self._is_clone, self._lock, self._silence = False, threading.RLock(), min(_SILENCE, self.patience)
         self.hears_signals = False
@@ -119,7 +119,7 @@ class TCPStore(HoldingStore):
         return other
 
     def close(self) -> None:
-        """Closes the connection. Unless this is a clone, its clones no longer try to connect again."""
+        """Closes the connection. Unless this is a clone, its clones no longer try to reconnect."""
         if not self._is_clone:
             self._losses.append(f"store at {self._where}: this process has closed it")
         super().close()
@@ -127,9 +127,9 @@ class TCPStore(HoldingStore):
     def _call(self, name: str, *args: Any) -> Any:
         """Calls an operation of torch's client; repeats it on a new connection if this one is lost.
 
-        The server handles calls in order, but does not answer those that only write: on a connection that is
-        lost already the first such call seems to succeed. So these calls are kept until a later call has been
-        answered, and are repeated with a call that finds the connection lost.
+        The server handles calls in order, but does not answer those that only write: on a lost connection the
+        first such call seems to succeed. So these calls are kept until a later call has been answered, and
+        are repeated with a call that finds the connection lost.
         """
         if self.hears_signals and threading.current_thread() is threading.main_thread():
             return call_in_thread(functools.partial(self._call, name, *args), describe_call(name, args))
@@ -155,7 +155,7 @@ class TCPStore(HoldingStore):
     def _connect(
         self, what: str, timeout: timedelta, calls: Sequence[_Call] = (), silence: float = 0.0
     ) -> Any:
-        """Makes a connection, and calls on it; returns the answer to the last call.
+        """Makes a connection, and makes calls on it; returns the answer to the last call.
 
         Args:
             what: what the connection is for, for the error.
@@ -164,7 +164,7 @@ class TCPStore(HoldingStore):
             silence: seconds for which the server's host has been silent.
         """
         patience = max(0.0, self.patience / 2 - silence) if silence else self.patience
-        # If a clone has waited for long enough meanwhile, this client need not wait.
+        # If a clone has meanwhile waited long enough, this client need not wait.
         too_long = tenacity.stop_after_delay(patience)
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(DistNetworkError),
@@ -210,7 +210,7 @@ class TCPStore(HoldingStore):
             tried: number of the attempt, and when the first one began.
 
         Returns:
-            The connection, and the store's nonce, which the store's first client has written.
+            The connection, and the store's nonce, written by its first client.
         """
         longer = _FIRST_ATTEMPT * 2 ** min(tried.attempt_number - 1, 10)
         left = max(self.patience - (time.monotonic() - tried.start_time), 0.1)
@@ -234,7 +234,7 @@ class TCPStore(HoldingStore):
             return call_in_thread(connect, f"connecting to {self._where}", left + _LAST_WORDS)
         except RestartTimeout:
             raise StoreError(
-                f"no TCPStore answers at {self._where} within {self.patience:g} s, though somebody "
+                f"no TCPStore answers at {self._where} within {self.patience:g} s, though a process "
                 "listens there; see whether that process is stopped, or another program has the port"
             ) from None
 
@@ -242,10 +242,10 @@ class TCPStore(HoldingStore):
 def wait_for_port(host_name: str, port: int, seconds: float) -> None:
     """Waits until a server listens at an address.
 
-    torch's own client backs off for half a second and more if it comes before the server.
+    torch's own client backs off for half a second or more if it connects before the server listens.
 
     Raises:
-        StoreError: nobody listened within ``seconds``, the host is unknown, or no descriptors are left.
+        StoreError: no server listened within ``seconds``, the host is unknown, or no descriptors are left.
     """
     retrying = tenacity.Retrying(
         retry=tenacity.retry_if_exception(_may_pass),
@@ -257,7 +257,7 @@ def wait_for_port(host_name: str, port: int, seconds: float) -> None:
     except OSError as error:
         raise StoreError(
             f"no connection to the store at {host_port(host_name, port)} can be made: {error}; raise "
-            "the limit of open files (ulimit -n)"
+            "the limit on open files (ulimit -n)"
         ) from error
     except tenacity.RetryError as failure:
         last = failure.last_attempt.exception()
@@ -268,7 +268,7 @@ def wait_for_port(host_name: str, port: int, seconds: float) -> None:
 
 
 def _check_number(client: StoreMixin, key: str) -> None:
-    """Raises StoreError if a counter holds no number, since the server hangs up on each addition to it."""
+    """Raises StoreError if a counter holds no number, since the server hangs up when adding to it."""
     held = client.compare_set(key, NEVER, NEVER).decode(errors="replace")
     if held != NEVER and not held.lstrip("-").isdecimal():
         raise StoreError(f"store key {key!r} holds {held!r}, where a number belongs")
@@ -285,10 +285,10 @@ def _probe(host_name: str, port: int, seconds: float) -> None:
 
 # Loss of power on the host ----------------------------------------------------------------------------------
 #
-# The kernel ends the calls on connections to it. Then neither FIN nor RST comes. torch's client reads
-# without a timeout, so a call would last for as long as the kernel retransmits: 15 minutes, or for ever in
-# a call that waits. A living host acknowledges packets even if the server is busy or stopped. So silence of
-# the host shows that it is lost, and nothing else does.
+# The kernel ends calls on connections to such a host. It sends neither FIN nor RST, and torch's client reads
+# without a timeout. So a call would last as long as the kernel retransmits: 15 minutes, or forever in a call
+# that waits. A living host acknowledges packets even if the server is busy or stopped. So only silence of the
+# host shows that it is lost.
 
 _libc = ctypes.CDLL(None)  # Python's socket objects would make the descriptors non-blocking
 
@@ -297,8 +297,8 @@ def limit_silence(port: int, seconds: float) -> None:
     """Limits how long the host at the other end of a connection may be silent.
 
     Args:
-        port: port at the other end. The limit is set on all connections of this process to such a port, since
-            torch does not name the descriptor of its connection.
+        port: port at the other end. The limit is set on all connections of this process to this port, since
+            torch does not expose the descriptor of its connection.
         seconds: seconds of silence after which a call on a connection fails with ETIMEDOUT.
     """
     third = max(1, int(seconds / 3))
@@ -344,8 +344,8 @@ class TCPStoreServer:
         self.port: int = self._store.port
         if listening_address(host_name, self.port)[1][0] == "":
             log.info(
-                "the store at %s listens on all addresses of this host, for that is no single address of it "
-                "here; name an address instead to have it listen there only",
+                "the store at %s listens on all addresses of this host, since that name is no single address "
+                "here; name an address to make it listen only there",
                 host_port(host_name, self.port),
             )
         if by_rank:
@@ -354,7 +354,7 @@ class TCPStoreServer:
     def close(self) -> None:
         """Ends the server: first its port is freed, then its connections end.
 
-        At the exit of a process these happen in any order.
+        At process exit the order is undefined.
         """
         del self._store
 
@@ -362,12 +362,12 @@ class TCPStoreServer:
 def serve(host_name: str, port: int, timeout: timedelta) -> TorchTCPStore:
     """Opens a TCPStore server, which listens on the address of `listening_address`.
 
-    Everybody who reaches the server may read and write everything: a TCPStore knows no users.
+    Everybody who reaches the server may read and write everything: a TCPStore has no users.
 
-    The limit of open files of this process is raised as far as possible, see `raise_file_limit`, and torch's
-    C++ code in this process logs errors only.
+    This process's limit on open files is raised as far as possible, see `raise_file_limit`, and torch's C++
+    code in this process logs only errors.
 
-    The socket is of one family. A server that torch opens itself listens on IPv6 and sees ``127.0.0.1`` as
+    The socket has one family. A server that torch itself opens listens on IPv6 and sees ``127.0.0.1`` as
     ``::ffff:127.0.0.1``, whose name it looks up for each client, and no hosts file has that name.
 
     Args:
@@ -389,6 +389,6 @@ def serve(host_name: str, port: int, timeout: timedelta) -> TorchTCPStore:
         port = listener.getsockname()[1]
         options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "timeout": timeout}
         options["master_listen_fd"] = listener.detach()  # the server closes it
-        # The server's own client must not connect elsewhere: it would wait, and nothing ends that wait.
+        # The server's own client must not connect elsewhere: it would wait forever.
         own = host_name if address[0] else {socket.AF_INET6: "::1"}.get(family, "127.0.0.1")
         return TorchTCPStore(own, port, **options, use_libuv=SERVER_IS_LIBUV)

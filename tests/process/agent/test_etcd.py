@@ -130,7 +130,7 @@ def test_a_fault_in_an_outage_longer_than_barrier_timeout_ends_the_job(
         leaving = [line for line in lines if "leaves the job" in line]
         assert len(leaving) == 2
         for line in (*leaving, lines[-1]):
-            assert members.endpoints in line and "see whether its members run, can be reached" in line
+            assert members.endpoints in line and "check that its members run, can be reached" in line
 
 
 @pytest.mark.nightly("that any machine may be lost is tested always")

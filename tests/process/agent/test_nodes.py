@@ -320,7 +320,7 @@ def test_the_port_belongs_to_another_program(capsys: pytest.CaptureFixture[str])
         options = ["--nnodes", "2", "--rdzv-endpoint", endpoint, "--rdzv-conf", "read_timeout=1"]
         assert main([*options, "--no-python", "true"]) == 75
     said = capsys.readouterr().err
-    assert said.startswith("ftrun: error: ") and "though somebody listens there" in said
+    assert said.startswith("ftrun: error: ") and "though a process listens there" in said
 
 
 FAILS = """

@@ -150,7 +150,7 @@ def test_that_of_the_environment_is_not_left_there(monkeypatch: pytest.MonkeyPat
 def test_one_that_cannot_be_right(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv(secret.SECRET_ENV, text)
     with pytest.raises(
-        ValueError, match=r"FT_WRAPPER_SECRET: a secret has 16 to 4096 bytes, and this one \d+"
+        ValueError, match=r"FT_WRAPPER_SECRET: a secret has 16 to 4096 bytes, this one has \d+"
     ):
         secret.job_secret()
 
