@@ -1,8 +1,8 @@
 """A monitor process beside the rank: forked from the rank, or a new Python.
 
 A fork takes milliseconds and shares the rank's memory. But a fork of a process that uses CUDA inherits the
-device's mappings and descriptors. After the rank is killed, the device would stay in use until the monitor
-ends. So a rank with CUDA gets a new Python, which takes as long as importing torch.
+device's mappings and descriptors. If the rank is killed, the device stays in use until the monitor ends. So a
+rank with CUDA gets a new Python, which takes as long as importing torch.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class _Task:
-    """What the monitor process needs. Arguments as of `start_monitor`."""
+    """What the monitor process needs; see the arguments of `start_monitor`."""
 
     limits: AllLimits
     plan: StorePlan
@@ -67,14 +67,14 @@ def start_monitor(
         memory: the memory shared with the monitor; the caller holds its life mutex.
         logfile: path of the monitor's log; None for no log.
         pidfile: path of a file for the monitor's process id; None for no file.
-        on_lost: called, in a thread of its own, if the monitor ends unasked.
+        on_lost: called, in its own thread, if the monitor ends unasked.
 
     Returns:
         The line to the monitor. Closing it ends and reaps the process.
 
     Raises:
         StoreError: the port to host is taken.
-        OSError: one of the files is another user's, or cannot be opened; names the file.
+        OSError: a file belongs to another user, or cannot be opened; names the file.
         RuntimeError: CUDA is in use, and the plan cannot be sent to another Python.
     """
     for setting, path in (("monitor_process_logfile", logfile), ("monitor_process_pidfile", pidfile)):
@@ -100,7 +100,7 @@ def start_monitor(
 
 def _fork(task: _Task, line: socket.socket, memory: RankMemory) -> int:
     with warnings.catch_warnings():
-        # Python warns of forking with threads. The child takes no lock that a thread of ours may hold.
+        # Python warns of forking with threads. The child takes no lock that one of our threads may hold.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
@@ -113,7 +113,7 @@ def _fork(task: _Task, line: socket.socket, memory: RankMemory) -> int:
             _reset_signals()
             status = _run(task, line, memory)
         finally:
-            os._exit(status)  # never returns into the rank's code, nor destroys what it inherited
+            os._exit(status)  # never returns into the rank's code, nor destroys inherited objects
     return pid
 
 
@@ -134,8 +134,8 @@ def _spawn(task: _Task, ours: socket.socket, line: socket.socket, memory: RankMe
         pass_fds=fds,
         start_new_session=True,
     )
-    # Not through its stdin: one of the descriptors is 0 if this process has none.
-    with contextlib.suppress(OSError):  # it has ended, which is noticed next
+    # Not through its stdin: if this process has none, one of the descriptors is 0.
+    with contextlib.suppress(OSError):  # the monitor has ended, which is noticed next
         ours.sendall(said)
     monitor.returncode = 0  # the line reaps it
     return monitor.pid
@@ -177,7 +177,7 @@ def _watch(task: _Task, line: socket.socket, memory: RankMemory) -> None:
         watch.tell_others()
     if server is not None:
         watch.await_goodbyes()
-        server.close()  # before the exit: the next call's host needs the port
+        server.close()  # before the exit, since the next call's host needs the port
     if died:
         # Freeing this process's memory occupies a CPU for as long as freeing the rank's. So this process ends
         # only after the other ranks have restarted.

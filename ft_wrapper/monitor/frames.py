@@ -69,7 +69,7 @@ def _uncollected(look: Callable[[], Any]) -> Any:
     calls = (gc.isenabled, gc.disable, look, gc.enable)
     # `gc.enable` is called only if `gc.isenabled` returned True.
     results.extend(map(operator.call, itertools.compress(calls, itertools.chain((1, 1, 1), results))))
-    return results.pop(2)  # else this frame, which is among them, would refer to itself: a cycle
+    return results.pop(2)  # otherwise this frame, which is among them, would refer to itself: a cycle
 
 
 # ---- what a thread is doing: the log line of a hang shows which ranks wait, and which they wait for
@@ -156,7 +156,7 @@ class StackDump:
         memory.dump_signal = self._signum  # last: the monitor asks once it is set
 
     def close(self) -> None:
-        """Gives the signal and the pipe back."""
+        """Releases the signal and the pipe."""
         self._memory.dump_signal = 0
         faulthandler.unregister(self._signum)
         os.close(self._read)
@@ -180,7 +180,7 @@ def describe_main_thread(memory: RankMemory, pid: int, pidfd: int) -> str | None
         return None
     text = b""
     pipe = f"/proc/{pid}/fd/{memory.dump_fd}"
-    # It fails if the process has just ended by itself.
+    # This fails if the process has just ended on its own.
     with contextlib.suppress(OSError), open(pipe, "rb", buffering=0, opener=_open_nonblocking) as dump:
         # To the main thread, since the dump shows the thread that gets the signal. While the main thread is
         # being interrupted, the kernel gives a signal for the process to another thread (86 of 90 times).
@@ -253,7 +253,7 @@ def _is_users(frame: FrameType) -> bool:
 def drop_own_frames(error: BaseException) -> None:
     """Drops the wrapper's own frames from the start of a traceback, if user frames follow, and clears them.
 
-    A user frame refers to its callers, and so would keep alive what they hold.
+    A user frame refers to its callers, and would keep alive everything they hold.
 
     Args:
         error: an exception that leaves the wrapped function, caught in the outermost frame.
@@ -275,7 +275,7 @@ def is_own(frame: FrameType) -> bool:
 
 
 def forget_frames(error: BaseException) -> None:
-    """Drops what the frames of an exception hold: models, tensors, process groups.
+    """Drops the objects that the frames of an exception hold: models, tensors, process groups.
 
     Args:
         error: the exception; its causes and contexts are cleared, too.

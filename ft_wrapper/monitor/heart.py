@@ -24,19 +24,19 @@ from ..settings import AllLimits
 
 log = logging.getLogger(__name__)
 
-_TURNS = 8  # a timeout of at least that many intervals lets a heart do one thing per tick
+_TURNS = 8  # a timeout of at least this many intervals lets a heart do one thing per tick
 _SIGHTS = (Sight.HEARTS, Sight.HEARTS, Sight.HEAD, Sight.HEARTS, Sight.HEARTS, Sight.END)
 
 
 class Rank(Protocol):
-    """What a heart has to know of a rank that it beats for. The heart's thread reads it."""
+    """What a heart needs to know about a rank that it beats for. The heart's thread reads it."""
 
     #: The iteration that the rank is in; None before the first one.
     view: View | None
 
     @property
     def rank(self) -> int | None:
-        """The number of the rank in this iteration; None as long as it is not known."""
+        """The number of the rank in this iteration; None while unknown."""
 
     @property
     def member(self) -> Member:
@@ -72,7 +72,7 @@ class HeartBeat:
         self._late = settings.heartbeat_timeout / 2
         self._sights = itertools.cycle(_SIGHTS)
         self._is_beats_turn = True
-        self._last: float | None = None  # when a tick was carried out last; None if it failed
+        self._last: float | None = None  # when the last tick was carried out; None if it failed
         self.watch = NeighbourWatch(agreement, heart, settings.heartbeat_timeout)
         self._house = Housekeeper(agreement.store, settings.join_window)
 
@@ -97,7 +97,7 @@ class HeartBeat:
             self._look(ranks, Sight.ALL)
         elif not beats:
             self._look(ranks, next(self._sights))
-        elif self.watch.doubts:  # if many were lost together, the last of them shall be known soon
+        elif self.watch.doubts:  # if many were lost together, all should be known soon
             self._look(ranks, Sight.HEARTS)
         for rank in ranks:
             if rank.rank == 0 and rank.view is not None:
@@ -177,7 +177,7 @@ class Heart:
                     store = self.connect()
                 if beat is None:
                     beat = HeartBeat(Agreement(store), self.name, self.settings)
-                # The longer a client's patience, the longer each of its attempts to connect. After an outage,
+                # A client with more patience takes longer for each attempt to connect. After an outage,
                 # hearts that are back early must see this one in time, even if its last attempt began just
                 # before the store was back.
                 late = self.settings.heartbeat_timeout / 2
@@ -210,7 +210,7 @@ class Heart:
             store.close()
 
     def _awaited_ranks(self) -> Iterator[tuple[Rank, ...]]:
-        """Yields the ranks to beat for, again and again until the end. Waits while there are none."""
+        """Yields the ranks to beat for, repeatedly until the end. Waits while there are none."""
         while not self._stop.is_set():
             self._is_wanted.wait()
             with self._lock:

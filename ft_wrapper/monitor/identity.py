@@ -1,4 +1,4 @@
-"""Whether the environment is this process's own: a process that has inherited a rank's is not this rank."""
+"""Whether the environment is this process's own: a process that inherited a rank's environment is not it."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ def mark(environment: Mapping[str, str], pid: int = 0) -> str:
     """Returns the value of `PROCESS_ENV` for a rank.
 
     Args:
-        environment: the rank's environment, as its launcher has made it.
+        environment: the rank's environment, as its launcher made it.
         pid: the rank's process; 0 if its launcher does not know it yet.
     """
     return " ".join([str(pid), *(environment.get(name, "-") for name in _LAUNCHED)])
@@ -25,7 +25,7 @@ def mark(environment: Mapping[str, str], pid: int = 0) -> str:
 def check_own_environment() -> None:
     """Checks that the environment is this process's own.
 
-    If a launcher inside a rank of ours has started this process, the environment is its own. The outer rank's
+    If a launcher inside one of our ranks started this process, the environment is its own. The outer rank's
     variables are then removed from it.
 
     Raises:

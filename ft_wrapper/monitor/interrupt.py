@@ -1,4 +1,4 @@
-"""How the thread that runs the function is made to leave it.
+"""Makes the thread that runs the function leave it.
 
 The monitor thread sends a signal. Python runs the signal's handler in the main thread, between two
 instructions, and the handler decides whether to raise the interruption. It may raise only between entering
@@ -15,9 +15,9 @@ and leaving `Interrupter.call`, and outside `Interrupter.atomic` and this module
   (a ``__del__``, or a generator that is being closed). The thread gets another `cleanup_timeout` for that.
 
 After a signal at an unsafe point, Python traces the unsafe frame and its callers by instruction, and the
-tracer raises at the first safe point. If it comes to none, or a debugger already traces, the next signal
-tries again, until the thread has left. Python swallows what is raised inside a finalizer. So the callers of
-the finalizer are traced, too, and the tracer raises again at their first safe point.
+tracer raises at the first safe point. If it reaches none, or a debugger already traces, the next signal tries
+again, until the thread has left. Python swallows exceptions raised inside a finalizer. So the finalizer's
+callers are traced, too, and the tracer raises again at their first safe point.
 
 A signal handler cannot reach a function that runs outside the main thread. An asynchronous exception replaces
 the signal there. It wakes no blocked call, and the rules are checked when it is sent, not where it arrives.
@@ -88,7 +88,7 @@ class Interrupter:
         self._atomic = Atomic(self)
         # Written by the monitor thread.
         self.requested = False
-        self._sent_async = False  # the function's thread resets it, once nothing more is sent
+        self._sent_async = False  # the function's thread resets it, once sending has stopped
         # Between the two threads. `_inside`: the function's thread holds it inside `call`. `_sending`: held
         # from a check of `is_running` to the sending that follows. `_left_atomic`: an atomic block has ended.
         self._inside = threading.Lock()
@@ -102,7 +102,7 @@ class Interrupter:
     # ---- the function's thread
 
     def close(self) -> None:
-        """Gives the signal back, after the function has left."""
+        """Releases the signal, after the function has left."""
         if self.signum is None:
             return
         # A signal that was just sent may be pending, and by default it ends the process. So: block it, ignore
@@ -126,7 +126,7 @@ class Interrupter:
         Raises:
             RankShouldRestart: the function was interrupted: before it began, while it ran, or after it had
                 returned. If an interrupted function raises an ``Exception``, this is the cause.
-            BaseException: whatever else the function raises. If it is no ``Exception``, then also when the
+            BaseException: any other error of the function. If it is not an ``Exception``, then also when the
                 function was interrupted.
         """
         result: Any = None
@@ -163,7 +163,7 @@ class Interrupter:
         return result  # type: ignore[no-any-return]
 
     def atomic(self) -> "Atomic":
-        """Returns the context manager for a block that is not interrupted half-way.
+        """Returns the context manager for a block that is not interrupted.
 
         Reentrant. An interruption waits for the end of the outermost block. This end then raises
         ``RankShouldRestart``, unless another exception leaves the block. Beginning a block after an
@@ -254,10 +254,10 @@ class Interrupter:
             self._left_atomic.get()
 
     def interrupt_until_left(self, timeout: float) -> bool:
-        """Interrupts the function again and again, until its thread has left `call`.
+        """Interrupts the function repeatedly, until its thread has left `call`.
 
         Args:
-            timeout: seconds to try at most.
+            timeout: the most seconds to try.
 
         Returns:
             Whether the thread has left.
@@ -344,7 +344,7 @@ class RaiseDecision(NamedTuple):
     Args:
         raises: whether to raise now.
         trace_from: the frame that is traced, with its callers, to raise at the first safe point: later, or
-            once more where Python swallows what is raised now. None if no frame is traced.
+            once more if Python swallows the exception raised now. None if no frame is traced.
     """
 
     raises: bool
@@ -355,11 +355,11 @@ class Deferral:
     """Decides whether the function can be made to leave where it is. Belongs to the function's thread.
 
     Args:
-        cleanup_timeout: seconds for ``finally`` and ``except`` blocks, and to come to a safe point.
+        cleanup_timeout: seconds for ``finally`` and ``except`` blocks, and for reaching a safe point.
 
     Attributes:
         passing: the innermost frame, its instruction, and when it was first seen there, if the thread was at
-            an unsafe point at the last look; else None.
+            an unsafe point at the last look; otherwise None.
     """
 
     def __init__(self, cleanup_timeout: float) -> None:
@@ -372,7 +372,7 @@ class Deferral:
         self._seen_again = 0
 
     def interrupted(self) -> None:
-        """Notes that an interruption is about to be raised: what follows is the function's clean-up."""
+        """Notes that an interruption is about to be raised: the function's clean-up follows."""
         self.passing = None
         self._unsafe_since = {}
         self._cleaning_since = time.monotonic()
@@ -412,7 +412,7 @@ class Deferral:
         return all(map(self._has_waited, found.frames)) and not self._is_cleaning_up(handled)
 
     def _has_waited(self, frame: FrameType) -> bool:
-        """Whether a frame has been unsafe for `cleanup_timeout`, and no longer holds an interruption up."""
+        """Whether a frame has been unsafe for `cleanup_timeout`, and no longer delays an interruption."""
         since = self._unsafe_since.get(frame)
         return since is not None and time.monotonic() - since >= self._timeout
 
@@ -440,7 +440,7 @@ class Deferral:
 
 
 def _outside_generator(frame: FrameType | None) -> FrameType | None:
-    """The caller of the innermost generator: what is raised in a generator being closed does not reach it."""
+    """The caller of the innermost generator. An exception in a generator being closed does not reach it."""
     while frame is not None and frame.f_code is not _run.__code__:
         if frame.f_code.co_flags & inspect.CO_GENERATOR:
             return frame.f_back
@@ -459,7 +459,7 @@ def _is_in_context(
 
 
 def _run(fn: Callable[..., T], args: Any, kwargs: Any) -> T:
-    """Calls the function. Of this module's frames, an interruption may be raised in this one alone."""
+    """Calls the function. Of this module's frames, only this one may be interrupted."""
     return fn(*args, **kwargs)
 
 
@@ -524,7 +524,7 @@ def _take_back_async_exception(thread: int) -> None:
 
     Another exception replaces it, and is caught here. Clearing it instead would leave CPython (3.11 and 3.12)
     checking for one at every call, for good; and if a frame is traced by instruction, a new frame would check
-    for ever.
+    forever.
 
     Args:
         thread: the calling thread.

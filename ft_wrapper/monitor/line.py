@@ -1,4 +1,4 @@
-"""A rank's line to its monitor, which runs in a process of its own or inside the agent."""
+"""A rank's line to its monitor, which runs in its own process or inside the agent."""
 
 import contextlib
 import dataclasses
@@ -35,7 +35,7 @@ class MonitorLine:
     Args:
         line: the socket.
         pid: the monitor's process.
-        on_lost: called, in a thread of its own, if the monitor ends unasked.
+        on_lost: called, in its own thread, if the monitor ends unasked.
         heart: name of the heart that beats for this rank.
         is_child: whether the monitor is a child process of the rank, and ends with the line.
         replaced: whether an agent replaces this process if it ends, by one that joins the job.
@@ -57,7 +57,7 @@ class MonitorLine:
         self._watcher: threading.Thread | None = in_background("watching the monitor", self._watch)
 
     def await_start(self) -> None:
-        """Waits until a monitor that was just started is at work.
+        """Waits until a newly started monitor is running.
 
         Raises:
             StoreError: the port to host is taken.
@@ -142,7 +142,7 @@ class MonitorLine:
         return True
 
     def close(self, timeout: float) -> None:
-        """Lets the monitor end, after the other ranks' goodbyes if it hosts the store; then kills it.
+        """Lets the monitor end, after the other ranks' goodbyes if it hosts the store; else kills it.
 
         Args:
             timeout: seconds to wait for its end.
@@ -152,7 +152,7 @@ class MonitorLine:
         self.kill()
 
     def detach(self) -> None:
-        """Leaves a failed rank's monitor running, because it hosts the others' store."""
+        """Leaves a failed rank's monitor running, because it hosts the other ranks' store."""
         self._say_bye()
         self._hang_up()
 
@@ -161,7 +161,7 @@ class MonitorLine:
         self._leaving = True
         if self.is_child:
             with contextlib.suppress(ProcessLookupError, ChildProcessError):
-                if not self._has_ended():  # else it may have been reaped, and its id reused
+                if not self._has_ended():  # otherwise it may have been reaped, and its id reused
                     os.kill(self.pid, signal.SIGKILL)
                 os.waitpid(self.pid, 0)
         self._hang_up()
@@ -179,11 +179,11 @@ class MonitorLine:
         self.on_lost = None  # it refers to the call, which refers to this line
 
     def _has_ended(self, seconds: float = 0.0) -> bool:
-        """Waits for the monitor's end; returns whether it has come."""
-        return self._is(select.POLLHUP, seconds)  # not RDHUP, which `_stop_watcher` causes, too
+        """Waits for the monitor's end; returns whether it has ended."""
+        return self._is(select.POLLHUP, seconds)  # not RDHUP, which `_stop_watcher` also causes
 
     def _is(self, event: int, seconds: float) -> bool:
-        """Waits for an event of the socket; returns whether it has come."""
+        """Waits for an event of the socket; returns whether it occurred."""
         poll = select.poll()
         poll.register(self.line, event)
         return bool(poll.poll(min(seconds * 1000, _LONGEST_POLL)))
@@ -193,7 +193,7 @@ class MonitorLine:
         try:
             self._send(messages.Leave())
         except InternalError:
-            log.debug("the %s (%d) ended before it was told to", self.name, self.pid)
+            log.debug("the %s (%d) ended before it was asked to", self.name, self.pid)
 
     def _send(self, message: Message) -> None:
         try:
@@ -210,7 +210,7 @@ class MonitorLine:
                 f"did not answer within {_ANSWER_TIMEOUT:g} s" if isinstance(error, TimeoutError) else "ended"
             )
             raise InternalError(
-                f"the {self.name} ({self.pid}) {how} when it was to {what}; see {self.log_of}"
+                f"the {self.name} ({self.pid}) {how} when asked to {what}; see {self.log_of}"
             ) from error
         if reply.error:
             raise StoreError(reply.error)
@@ -236,7 +236,7 @@ def ask_agent(
         limits: the timeouts.
         plan: how the monitor connects to the store.
         memory: the memory shared with the monitor; the caller holds its life mutex.
-        on_lost: called, in a thread of its own, if the monitor ends unasked.
+        on_lost: called, in its own thread, if the monitor ends unasked.
         watch: whether to ask the agent for a monitor.
 
     Returns:

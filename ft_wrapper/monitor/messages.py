@@ -14,7 +14,7 @@ from typing import Any
 
 from ..protocol.records import Decision, Member, Record, View
 
-#: Of the protocol; in hello, since the ranks may run another Python with another ft_wrapper.
+#: Version of the protocol, part of hello: the ranks may run another Python with another ft_wrapper.
 VERSION = 13
 
 _LONGEST = 1 << 16  # bytes of an answer, or of hello
@@ -29,14 +29,14 @@ class Join(Record):
 
 @dataclass(frozen=True)
 class Enter(Record):
-    """The iteration that the rank is in: its whole view."""
+    """The rank's iteration: its whole view."""
 
     view: View
 
 
 @dataclass(frozen=True)
 class Advance(Record):
-    """The iteration that the rank is in: the decision that led to it from the last one, and its nonce."""
+    """The rank's iteration: the decision that led to it from the last one, and its nonce."""
 
     decision: Decision
     nonce: str
@@ -44,7 +44,7 @@ class Advance(Record):
 
 @dataclass(frozen=True)
 class Restarted(Record):
-    """All ranks are back, this one as the last: the kind of the fault, and the seconds of each phase."""
+    """All ranks are back, this one last: the kind of fault, and the seconds of each phase."""
 
     cause: str
     phases: tuple[str, ...]
@@ -86,7 +86,7 @@ class Reply:
 
     Args:
         port: port of the store that the monitor has opened.
-        error: why the monitor could not do what was asked; empty if it did.
+        error: why the monitor could not carry out the message; empty if it did.
     """
 
     port: int = 0
@@ -114,7 +114,7 @@ def parse(line: bytes) -> Message:
     Raises:
         KeyError: the message is unknown.
         ft_wrapper.exception.StoreError: the message has wrong fields.
-        UnicodeDecodeError: the line is no text.
+        UnicodeDecodeError: the line is not text.
     """
     kind, _, fields = line.decode().partition(" ")
     return _MESSAGES[kind].from_json(fields, kind)
@@ -135,13 +135,13 @@ def receive(line: socket.socket) -> dict[str, Any]:
     Raises:
         EOFError: the line has ended.
         OSError: the line has failed, or its timeout has passed.
-        ValueError: the line is no JSON.
+        ValueError: the line is not JSON.
     """
     data = b""
     while not data.endswith(b"\n"):
         more = line.recv(_LONGEST - len(data))
         if not more:
-            raise EOFError("the line has ended, or says too much")
+            raise EOFError("the line has ended, or sends too much")
         data += more
     fields: dict[str, Any] = json.loads(data)
     return fields

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 # Unsafe as a whole, and quickly done: the protocols; what threading.Condition calls between releasing its
 # lock and waiting, and back; what ExitStack does between entering a context and noting how to leave it.
 _PROTOCOLS = frozenset(["__enter__", "__exit__", "__aenter__", "__aexit__", "close", "aclose"])
-_SWALLOW = frozenset(["__del__"])  # Python ignores what is raised inside
+_SWALLOW = frozenset(["__del__"])  # Python ignores exceptions raised inside
 _HALF_WAY = frozenset(["_release_save", "_acquire_restore", "enter_context", "enter_async_context"])
 _LOGGING = os.path.dirname(logging.info.__code__.co_filename)
 _IMPORT = "<frozen importlib"
@@ -48,7 +48,7 @@ class Obstacle(NamedTuple):
     Args:
         frames: the frames at an unsafe point, the outermost last.
         for_good: whether no wait makes it safe: an import, or torch's C++ between the frames.
-        finalizer: the outermost ``__del__``: Python swallows what is raised inside.
+        finalizer: the outermost ``__del__``: Python swallows exceptions raised inside.
     """
 
     frames: tuple[FrameType, ...]
@@ -57,7 +57,7 @@ class Obstacle(NamedTuple):
 
 
 def obstacle(frame: FrameType | None, end: CodeType) -> Obstacle:
-    """Returns why nothing may be raised in a thread now.
+    """Returns why no interruption may be raised in a thread now.
 
     Args:
         frame: the thread's innermost frame.
@@ -86,9 +86,9 @@ def prepare(frame: FrameType | None, end: CodeType) -> None:
 
     Args:
         frame: the innermost frame of a thread, which may run meanwhile.
-        end: the code of the first frame that does not count; without such a frame nothing is done.
+        end: the code of the first frame that does not count; without such a frame this does nothing.
     """
-    codes = []  # not the frames: this thread must not be the one that frees what they hold
+    codes = []  # not the frames: this thread must not free the objects they hold
     while frame is not None and frame.f_code is not end:
         codes.append(frame.f_code)
         frame = frame.f_back
@@ -103,7 +103,7 @@ class _Known(NamedTuple):
     Args:
         for_good: whether it is unsafe however long it takes.
         always_unsafe: whether it is unsafe at every instruction.
-        finalizer: whether Python swallows what is raised inside.
+        finalizer: whether Python swallows exceptions raised inside.
         torch: whether it is torch's.
         entered_from_torch: whether torch's C++ calls it.
         unsafe: offsets of its unsafe instructions.
@@ -261,7 +261,7 @@ class _Code:
             return _EXCEPT_ALL if "BaseException" in self.code.co_names else None
         return _FINALLY
 
-    # Marking what is unsafe.
+    # Marking unsafe instructions.
 
     def _finally_copies(self) -> set[int]:
         """Both copies of each ``finally``: after an exception and, found by its source, without one."""
@@ -328,7 +328,7 @@ class _Code:
                 k += 1
 
     def _mark_back_to_call(self, k: int, handler: int) -> None:
-        """Marks from the begin of a ``try`` back to the call before it."""
+        """Marks from the start of a ``try`` back to the call before it."""
         left, seen = [k], set[int]()
         while left:
             k = left.pop()
@@ -340,7 +340,7 @@ class _Code:
         self._unsafe |= seen
 
     def _mark_up_to(self, k: int, copies: set[int]) -> None:
-        """Marks from where a ``try`` is left up to its ``finally``, if this way leads there."""
+        """Marks from where a ``try`` is left up to its ``finally``, if this path leads there."""
         passed: set[int] = set()
         for each in self._straight(k):
             if each in copies:

@@ -1,9 +1,8 @@
 """The agent's service that runs a monitor for each of its ranks, in place of monitor processes (`beside`).
 
 A rank that enters a wrapped call connects, says hello and passes the memory that it shares with its monitor.
-From then on it talks to a `RankWatch`, in a thread of the agent. An error in a rank's monitor ends this
-monitor alone, and its rank sees the end of the line. The agent's main thread waits for none of this, except
-at its end.
+From then on it talks to a `RankWatch`, in a thread of the agent. An error in a rank's monitor ends only this
+monitor, and its rank sees the line end. The agent's main thread waits for none of this, except at exit.
 
 A rank that has no agent, or is refused, starts a monitor process.
 """
@@ -37,7 +36,7 @@ CLOSE_TIMEOUT = 5.0  # seconds at the agent's end to report the last deaths to o
 _HELLO_TIMEOUT = 10.0  # seconds from a connection to its hello
 # Seconds until `add`: a process may say hello before the agent has noted its start.
 _KNOWN_WITHIN = 5.0
-_PAUSE = 1.0  # seconds between two tries while no descriptor is free
+_PAUSE = 1.0  # seconds between two attempts while no descriptor is free
 
 
 class _Refused(Exception):
@@ -66,7 +65,7 @@ class _Attended:
     Args:
         line: the socket to it.
         pid: the process; 0 before it is known.
-        process: the agent's process that it is, or descends from, while it has the monitor of this process.
+        process: the agent's process that it is or descends from, while it has that process's monitor.
         watch: its watch; None before it has one.
         replaced: whether a replacement is expected if it ends, and can join.
     """
@@ -157,7 +156,7 @@ class MonitorService:
             return [(process.memory, process in in_call) for process in self._processes.values()]
 
     def last_end(self) -> float | None:
-        """Since when all of the agent's processes wait at their end; None if some process does not."""
+        """Since when all of the agent's processes have been waiting at exit; None if some process is not."""
         with self._changed:
             stamps = [
                 process.memory.end_stamp if process.memory else 0.0 for process in self._processes.values()
@@ -171,7 +170,7 @@ class MonitorService:
             pid: the process that the agent has started for it.
 
         Returns:
-            Whether the rank will do so: it is in the function, and has reported a step in this iteration.
+            Whether the rank will leave: it is in the function, and has reported a step in this iteration.
         """
         with self._changed:
             process = self._processes.get(pid)
@@ -182,7 +181,7 @@ class MonitorService:
             )
 
     def close(self) -> None:
-        """Accepts no more ranks, and waits until their deaths are reported, at most `CLOSE_TIMEOUT`.
+        """Stops accepting ranks, and waits until their deaths are reported, at most `CLOSE_TIMEOUT`.
 
         Call it when the ranks have ended. A stuck rank is left without a monitor.
         """
@@ -246,7 +245,7 @@ class MonitorService:
 
         Args:
             attended: the rank's process.
-            owned: gets what has to be closed after that.
+            owned: gets everything that has to be closed afterwards.
         """
         line = attended.line
         line.settimeout(_HELLO_TIMEOUT)
@@ -266,7 +265,7 @@ class MonitorService:
         except ProcessLookupError:
             raise _Refused(f"process {pid} has ended") from None
         owned.callback(os.close, pidfd)
-        # With the pidfd open, the id can have become another process's only if that one is ours, too.
+        # With the pidfd open, the id can have become another process's only if that is also ours.
         process = self._process_of(pid)
         limits, plan, memory = _hear_hello(line, fds)
         owned.callback(memory.close)
@@ -276,7 +275,7 @@ class MonitorService:
             raise _Refused(f"process {pid} has a monitor process")
         with self._changed:  # first come, first served; an earlier call's monitor runs until the rank leaves
             if any(one.process is process and one.is_in_call for one in self._attended.values()):
-                raise _Refused(f"process {process.pid} has a monitor already")
+                raise _Refused(f"process {process.pid} already has a monitor")
             attended.process, process.memory = process, memory
             key = limits, json.dumps(plan.plain, sort_keys=True)
             if key not in self._hearts:
@@ -286,7 +285,7 @@ class MonitorService:
         reporting = self._job, self._on_restart
         watch = RankWatch(limits, plan.connect, memory, line, pid, pidfd, heart, *reporting, idle)
         owned.callback(watch.close)
-        owned.callback(line.close)  # closed first: the rank waits for that, and `watch.close` for the rank
+        owned.callback(line.close)  # closed first: the rank waits for this, and `watch.close` for the rank
         with self._changed:
             attended.watch = watch
             if self._closing:
@@ -313,10 +312,10 @@ class MonitorService:
                 for candidate in lineage:
                     if candidate in self._processes:
                         return self._processes[candidate]
-        raise _Refused(f"process {pid} is no rank's")
+        raise _Refused(f"process {pid} is not a rank's")
 
     def _forget(self, thread: threading.Thread, line: socket.socket) -> None:
-        """Removes an ended connection. With the last one, hearts and idle clients end, too."""
+        """Removes an ended connection. With the last one, hearts and idle clients also end."""
         with self._changed:
             del self._attended[thread]
             line.close()

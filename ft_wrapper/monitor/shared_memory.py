@@ -2,7 +2,7 @@
 
 When a process dies, the kernel first releases its *robust* mutexes, then frees its memory, and only then
 signals its pidfd and closes its sockets. So the thread that runs the function holds a robust mutex as long as
-it lives. A watcher that blocks on it learns of the death within a millisecond, whatever the process's size.
+it lives. A watcher that blocks on it learns of the death within a millisecond, however large the process.
 
 The stamps are seconds of ``time.monotonic()``, one clock for all processes of a host. Each field is aligned
 and written in one store. So no reader sees half of a value, and no writer takes a lock.
@@ -38,7 +38,7 @@ class Phase(enum.IntEnum):
 
     Attributes:
         IDLE: the rank waits for others, has not joined, or is between calls: its main stamp is not watched.
-        WATCHED: everywhere else. A stamp that does not move is a hang.
+        WATCHED: everywhere else. An unchanged stamp means a hang.
     """
 
     IDLE = 0
@@ -58,8 +58,8 @@ class RankMemory(ctypes.Structure):
         ping_stamp: when the function last called ``ping``; 0.0 when not in this iteration.
         step_stamp: when the last reported step began, in this or an earlier iteration; 0.0 if there is none.
         monitor_stamp: when the monitor last looked at the rank; 0.0 if it has not yet.
-        end_stamp: when the process began to wait, at its end, for what the function has left; else 0.0.
-        leave_stamp: since when the function is being interrupted, to make it leave; 0.0 if it is not.
+        end_stamp: when the process began to wait, at exit, for the function's leftovers; otherwise 0.0.
+        leave_stamp: when interruptions began to make the function leave; 0.0 if it is not being interrupted.
         is_in_function: whether the rank is in the function, or is a spare.
         has_restarted: whether an iteration of the rank's call has ended by a fault.
         phase: whether the stamps are watched. Changed with `enter_phase`.
@@ -140,12 +140,12 @@ class RankMemory(ctypes.Structure):
 
         Raises:
             ValueError: the descriptor is not that of a rank's memory.
-            OSError: the descriptor is not open, or is no memory file's, or the mapping failed.
+            OSError: the descriptor is not open, or is not a memory file's, or the mapping failed.
         """
         own = os.dup(fd)
         try:
             if os.fstat(own).st_size != _SIZE or fcntl.fcntl(own, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
-                raise ValueError(f"fd={fd} is no rank's memory; pass the fd of a RankMemory")
+                raise ValueError(f"fd={fd} is not a rank's memory; pass the fd of a RankMemory")
             return cls._map(own)
         except BaseException:
             os.close(own)
@@ -156,7 +156,7 @@ class RankMemory(ctypes.Structure):
         """Maps the memory.
 
         It does not use ``mmap.mmap``, which keeps a duplicate of the descriptor: a forked child that closes
-        inherited files would close this, too.
+        inherited files would close that, too.
         """
         address = _libc().mmap(None, _SIZE, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
         if address == _MAP_FAILED:
@@ -190,13 +190,13 @@ class RankMemory(ctypes.Structure):
             if error.errno != errno.EOWNERDEAD:
                 raise
             _pthread("mutex_consistent", ctypes.byref(self))
-        # Not by EOWNERDEAD: only the first watcher gets it, and a watcher that is killed while it holds the
-        # mutex causes it, too. Only the owner clears this field.
+        # Not from EOWNERDEAD: only the first watcher gets it, and a watcher that is killed while it holds the
+        # mutex also causes it. Only the owner clears this field.
         has_died = self.is_life_held
         _pthread("mutex_unlock", ctypes.byref(self))
         return has_died
 
-    # ---- fields that are more than a number
+    # ---- fields that are not plain numbers
 
     @property
     def rank(self) -> int | None:
@@ -227,7 +227,7 @@ class RankMemory(ctypes.Structure):
         self.iteration, self._rank = n, -1
 
     def leave_iteration(self) -> None:
-        """Notes that the rank has left the function by a fault."""
+        """Notes that the rank has left the function because of a fault."""
         self.is_in_function, self.has_restarted, self.leave_stamp = False, True, 0.0
 
     @property
@@ -252,11 +252,11 @@ class RankMemory(ctypes.Structure):
     ) -> tuple[Callable[..., None], Step]:
         """Returns ``ping`` and ``step``, which only write the time, and the number of a step.
 
-        They use no lock, no queue, no system call: about 0.1 microseconds. They may outlive the wrapped call.
+        They use no lock, queue or system call: about 0.1 microseconds. They may outlive the wrapped call.
 
         Args:
             note: called after the first step of an iteration is written; and both before and after a number
-                is written that is lower than the last one, because the function has gone back.
+                lower than the last one is written, because the function has gone back.
             leave: called when a step begins, if the rank was asked to leave.
         """
         now, stamp = time.monotonic, self._view("ping_stamp", "d")
@@ -284,7 +284,7 @@ class RankMemory(ctypes.Structure):
             """Begins the first step of an iteration or a lower one, or makes the rank leave."""
             last = number[0]
             if n == last:
-                return  # a part of the same step
+                return  # still the same step
             if leave_requested[0]:
                 leave()
             if last == _NO_STEP:
@@ -292,7 +292,7 @@ class RankMemory(ctypes.Structure):
             else:
                 note()
             began[0] = now()
-            number[0] = n  # written last: it marks the others as valid
+            number[0] = n  # written last: it marks the other values as valid
             note()
 
         begin = step
@@ -339,7 +339,7 @@ class RankMemory(ctypes.Structure):
             self.is_life_held = False
             self._owner = None
             _pthread("mutex_unlock", ctypes.byref(self))
-        if self._owner is None:  # else the kernel reads the mutex when the thread that holds it ends
+        if self._owner is None:  # otherwise the kernel reads the mutex when the thread that holds it ends
             weakref.finalize(self, _libc().munmap, ctypes.addressof(self), _SIZE).atexit = False
 
 

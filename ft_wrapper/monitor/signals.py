@@ -1,17 +1,17 @@
-"""The signals of a process: which have handlers; how those of other code are kept in check.
+"""The signals of a process: which have handlers, and how other code's handlers are contained.
 
 Libraries install handlers that raise: torch's SIGCHLD handler does when a DataLoader worker was killed. In
-the function such an exception is a fault like any other. In the wrapper's own code, half-way through an
-exchange with the other ranks, it would throw this rank out of the job.
+the function such an exception is a fault like any other. In the wrapper's own code, in the middle of an
+exchange with the other ranks, it would make this rank leave the job.
 
 So while the function is not running, each Python handler is wrapped: it runs as before, but an ``Exception``
 that it raises is put aside. Any other ``BaseException``, such as ``KeyboardInterrupt``, passes. Before the
 function is entered, the handlers are unwrapped. Only the main thread runs handlers, so in a call made by
 another thread nothing is wrapped.
 
-A function that was cut short may leave handlers behind. A handler that calls its predecessor (a framework's,
-for SIGTERM) would nest one deeper at each restart. So each restart, and the call's end, restores the handlers
-that were there before the call. SIGCHLD's handler stays: torch installs it once in a process, with its first
+An interrupted function may leave handlers behind. A handler that calls its predecessor (a framework's, for
+SIGTERM) would nest one level deeper at each restart. So each restart, and the call's end, restores the
+handlers from before the call. SIGCHLD's handler stays: torch installs it once per process, with its first
 loader.
 """
 
@@ -34,7 +34,7 @@ _setsignal: Callable[[int, Any], object] = signal._signal.signal  # type: ignore
 
 
 class _KeptHandler:
-    """A wrapped handler: keeps what the real one raises."""
+    """A wrapped handler: keeps the exceptions of the real one."""
 
     def __init__(self, handler: Handler, kept: list[Exception]) -> None:
         self.handler = handler
@@ -61,7 +61,7 @@ class KeptHandlers:
             self._before = {signum: _getsignal(signum) for signum in _SIGNALS if signum != signal.SIGCHLD}
 
     def put_back(self) -> None:
-        """Restores the noted handlers, wrapped, where the function has left others."""
+        """Restores the noted handlers, wrapped, where the function has left different ones."""
         changed = []
         for signum, before in self._before.items():
             now = _getsignal(signum)
@@ -74,7 +74,7 @@ class KeptHandlers:
             self.hold()
         if changed and not self._are_told:
             self._are_told = True
-            logger.info("the function left signal handlers behind (%s): put back", ", ".join(changed))
+            logger.info("the function left signal handlers behind (%s): restored", ", ".join(changed))
 
     def hold(self) -> None:
         """Wraps all Python handlers. A second call is harmless, and completes a call that was cut short."""
@@ -95,16 +95,16 @@ class KeptHandlers:
                 _setsignal(signum, handler.handler)
 
     def forget(self) -> None:
-        """Logs what the handlers raised, once it is too late to raise it."""
+        """Logs the kept exceptions, once it is too late to raise them."""
         while self._kept:
             error = self._kept.pop(0)
-            logger.warning("a signal handler raised %r outside of the function: ignored", error)
+            logger.warning("a signal handler raised %r outside the function: ignored", error)
 
     def raise_kept(self) -> None:
-        """Raises the first kept exception, if there is one, and forgets the others.
+        """Raises the first kept exception, if there is one, and logs the others.
 
         Raises:
-            Exception: what a handler has raised.
+            Exception: a handler's exception.
         """
         if self._kept:
             error = self._kept.pop(0)
@@ -112,14 +112,14 @@ class KeptHandlers:
             raise error
 
 
-# Which are in use -------------------------------------------------------------------------------------------
+# Signals in use ---------------------------------------------------------------------------------------------
 
 
 def free_signal() -> int:
     """Returns a real-time signal that neither Python nor a C library uses in this process.
 
     Raises:
-        RuntimeError: there is none.
+        RuntimeError: none is free.
     """
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     handled = handled_signals()
@@ -134,10 +134,10 @@ def free_signal() -> int:
 
 
 def handled_signals(pid: int | None = None) -> list[int]:
-    """Returns the signals with a handler. It sees a C library's handlers too, which Python does not know.
+    """Returns the signals with a handler, including a C library's handlers, which Python does not know.
 
     Args:
-        pid: a process that was not reaped yet; None for this one.
+        pid: a process that has not been reaped; None for this one.
     """
     with open(f"/proc/{pid or 'self'}/status", encoding="ascii", errors="replace") as status:
         fields = dict(line.split(":", 1) for line in status if ":" in line)

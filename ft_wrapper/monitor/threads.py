@@ -4,8 +4,8 @@ The watchdog writes two stamps. ``gil_stamp``: its own thread had the GIL. ``mai
 bytecode. A *pending call* shows that: the interpreter runs it in the main thread, between two instructions.
 
 The pending call is C's ``sem_post`` on a semaphore that the watchdog polls. A Python callback would run
-Python code in the main thread, and would lose what a signal handler raises there (a Ctrl-C, an interruption).
-The semaphore belongs to the process, since a call may still be pending when all else has ended.
+Python code in the main thread, and would lose a signal handler's exception there (a Ctrl-C, an interruption).
+The semaphore belongs to the process, since a call may still be pending when everything else has ended.
 """
 
 import ctypes
@@ -49,13 +49,13 @@ class WatchedIteration:
         entered: called first in the monitor thread, off the restart's path.
         may_be_done: False while this rank is active and has not reported finishing: then a wake can only mean
             a fault, and the store need not be read.
-        leaves_when_done: whether the main thread is interrupted, too, when the iteration ends well.
-        over: set once the iteration has ended, well or not.
-        is_done: whether the iteration has ended well; valid once ``over`` is set.
+        leaves_when_done: whether the main thread is also interrupted when the iteration ends as done.
+        over: set once the iteration has ended, as done or by a fault.
+        is_done: whether the iteration has ended as done; valid once ``over`` is set.
         handled: set once the iteration has ended and, after a fault, the function's thread is free.
         ended_at: when this rank saw the fault that ended the iteration, in monotonic seconds; None before.
         aborted_at: when the first abort of its process groups had returned or counted as hung; None before.
-        store_lost: the error by which this rank lost the store, and therefore freed the function's thread.
+        store_lost: the error by which this rank lost the store, so that it freed the function's thread.
     """
 
     n: int
@@ -77,12 +77,12 @@ class MonitorThread:
     It logs the exceptions of ``before_abort``, ``abort`` and ``after_abort``.
 
     Args:
-        store: a client for this thread alone, since waiting occupies it. The caller closes it.
+        store: a client only for this thread, since waiting occupies it. The caller closes it.
         interrupter: stops the thread that runs the function.
         before_abort: called when a fault has ended the iteration; waits for nothing.
         abort: frees the function's thread from collectives.
         after_abort: called after the first abort; may wait for the store.
-        abort_may_hang: whether ``abort`` may not return, and needs a thread of its own.
+        abort_may_hang: whether ``abort`` may never return, and needs its own thread.
         describe_abort: describes what a hung abort is doing.
         last_call_wait: seconds to gather further faults before aborting.
     """
@@ -117,7 +117,7 @@ class MonitorThread:
         return watch
 
     def stop(self, timeout: float) -> bool:
-        """Ends the thread. If its iteration has not ended, it waits for that end, and then does nothing.
+        """Ends the thread. If its iteration has not ended, the thread waits for that, and then does nothing.
 
         Args:
             timeout: seconds to wait for the thread; at least `_ENDS_WITHIN` if it has nothing left to do.
@@ -142,7 +142,7 @@ class MonitorThread:
                 outcome = self._await_end(watch)
                 watch.is_done = outcome == DONE
                 watch.over.set()
-                # If stopped, the rank has left the job before this end: there is nobody to free.
+                # If stopped, the rank left the job before this end: there is no thread to free.
                 if outcome == FAULT and not self._stopping.is_set():
                     watch.ended_at = self.store.now()
                     self._free_main_thread(watch)
@@ -169,7 +169,7 @@ class MonitorThread:
                 if self._stopping.is_set():
                     raise
                 if not warned:
-                    log.warning("training goes on; faults elsewhere are heard of after this: %s", error)
+                    log.warning("training goes on; faults elsewhere go unnoticed until this ends: %s", error)
                 warned = True
 
     def _free_main_thread(self, watch: WatchedIteration) -> None:
@@ -191,11 +191,11 @@ class MonitorThread:
                 aborting = self._begin_abort()
             has_left = self.interrupter.interrupt_until_left(_ABORT_AGAIN)
         if aborting is not None:
-            # Nobody may touch the groups meanwhile. If the abort never ends, hard_timeout ends the process.
+            # Nothing may touch the groups meanwhile. If the abort never ends, hard_timeout ends the process.
             aborting.join()
 
     def _begin_abort(self) -> threading.Thread | None:
-        """Aborts. Returns the abort's thread, if it has one; this has ended unless the abort hangs."""
+        """Aborts. Returns the abort's thread, if it has one; the thread has ended unless the abort hangs."""
         if not self.abort_may_hang():
             self._run_logged("abort", self.abort)
             return None
@@ -216,17 +216,17 @@ class MonitorThread:
         try:
             action()
         except Exception:
-            log.exception("%s failed, and the rank goes on without it", what)
+            log.exception("%s failed; the rank goes on without it", what)
 
 
 class ProgressWatchdog:
-    """Stamps a rank's memory every interval, from a daemon thread; the first time when it is made.
+    """Stamps a rank's memory at creation and then every interval, from a daemon thread.
 
     Args:
         memory: the memory, which stays open until `stop` has returned.
         interval: seconds between two stamps.
-        watches_main_thread: whether the function runs in the main thread. If not, a pending call shows
-            nothing about the function: ``main_stamp`` then equals ``gil_stamp``, and only ``ping`` shows the
+        watches_main_thread: whether the function runs in the main thread. If not, a pending call says nothing
+            about the function: ``main_stamp`` then equals ``gil_stamp``, and only ``ping`` shows the
             function's progress.
     """
 

@@ -44,21 +44,21 @@ from .shared_memory import Phase, RankMemory
 
 log = logging.getLogger(__name__)
 
-RESTART = 0.1  # seconds that a restart mostly takes; what can wait is done after it
+RESTART = 0.1  # seconds that a restart mostly takes; anything that can wait is done after it
 _STEP_EVERY = 1.0  # seconds between two events with a rank's current step
 _LATE = 1.0  # seconds; on a busy machine a look is sometimes that late, without a pause
 _REMEMBERED = 64  # gaps; older ones lie before any stamp that matters
 
-#: Gets the kind of fault that has caused a restart, and the restart's seconds by phase.
+#: Takes the kind of fault that caused a restart, and the restart's seconds by phase.
 OnRestart = Callable[[str, Mapping[str, float]], None]
 
 
 class Stage(enum.Enum):
-    """Where a rank is, by its own messages.
+    """Where a rank is, according to its messages.
 
     Attributes:
         IN_CALL: in a wrapped call, or about to join one.
-        BETWEEN: between two calls: it has left one in order, and may make another one.
+        BETWEEN: between two calls: it has left one in order, and may make another.
         LEFT: has left for good, or continues with another monitor.
     """
 
@@ -69,7 +69,7 @@ class Stage(enum.Enum):
 
 @dataclasses.dataclass
 class Idle:
-    """What monitors leave to those of the next call, since a new connection of torch's may take seconds.
+    """What monitors leave for those of the next call, since a new torch connection may take seconds.
 
     Args:
         clients: clients of the job's store.
@@ -97,7 +97,7 @@ class RankWatch:
         heart: the heart that beats for the rank.
         job: name of the job in events; None for the environment's.
         on_restart: called when the rank reports that all ranks are back.
-        idle: what earlier calls have left, for this one to use and add to.
+        idle: what earlier calls left, for this one to use and add to.
     """
 
     limits: AllLimits
@@ -195,7 +195,7 @@ class RankWatch:
             self._monitor.await_goodbyes()
 
     def close(self) -> None:
-        """Ends all that it owns. Waits until the rank has closed its memory or has died."""
+        """Ends everything it owns. Waits until the rank has closed its memory or has died."""
         self._made.close()
 
     def _pause(self) -> float | None:
@@ -221,7 +221,7 @@ class RankWatch:
                 self._has_died = True
                 self._wake_up()
         except Exception:
-            log.exception("cannot wait for the death of process %d, which will be noticed late", self.pid)
+            log.exception("cannot wait for the death of process %d, which will be detected late", self.pid)
 
     def _answer(self, reply: Reply) -> None:
         with contextlib.suppress(OSError):  # the rank has died since; its death is reported elsewhere
@@ -287,12 +287,12 @@ class Pauses:
     """Counts time without the gaps in which the watcher could not look when it wanted to.
 
     The rank may not have run in a gap either. A paused container or a suspended virtual machine stops a rank
-    and its monitor together. After that the rank's stamps are as old as the pause, and yet the rank is
-    healthy. A gap counts from the last look before it, since the pause may have begun right after this look.
+    and its monitor together. Afterwards the rank's stamps are as old as the pause, yet the rank is healthy. A
+    gap counts from the last look before it, since the pause may have begun right after this look.
 
     Args:
-        interval: the most seconds between two looks. A look that is later than due by more than that, and by
-            more than a second, ends a gap.
+        interval: the most seconds between two looks. A look that is overdue by more than that, and by more
+            than a second, ends a gap.
         now: the watcher's clock, in monotonic seconds.
     """
 
@@ -303,7 +303,7 @@ class Pauses:
         self._gaps: collections.deque[tuple[float, float]] = collections.deque(maxlen=_REMEMBERED)
 
     def expect(self, due: float) -> None:
-        """Notes when the watcher wants to look next."""
+        """Notes when the next look is due."""
         self._due = due
 
     def look(self, now: float) -> None:
@@ -323,7 +323,7 @@ class Pauses:
 
 @dataclasses.dataclass(eq=False)
 class RankMonitor:
-    """The monitor of one rank, outside of its process, where neither its death nor a held GIL stops it.
+    """The monitor of one rank, outside its process, where neither its death nor a held GIL stops it.
 
     Args:
         connect: makes a client of the store.
@@ -371,8 +371,8 @@ class RankMonitor:
     def leave_call(self) -> None:
         """Notes that the rank has left its call in order, and may take its time until the next one.
 
-        From now on only its heartbeat and its end matter. Its last iteration has ended well, so its death
-        ends no iteration. The store may end with the job while this rank still works.
+        From now on only its heartbeat and its end matter. Its last iteration ended as done, so its death ends
+        no iteration. The store may end with the job while this rank is still working.
         """
         self.is_between = True
         if self._client is not None and not any(publisher.is_alive() for publisher in self._publishers):
@@ -398,10 +398,10 @@ class RankMonitor:
             StoreError: the store cannot be reached. The call may be repeated.
         """
         self.stop()
-        # If the store is gone now, it has ended with the job, and so have the other ranks.
+        # If the store is closed now, it has ended with the job, and so have the other ranks.
         self._agreement.store.patience = self.limits.termination_grace_time
         if self.is_between:
-            # Mostly the normal end of a process, so no fault. Members in a next call must not wait for it.
+            # Mostly the normal end of a process, so not a fault. Members in a next call must not wait for it.
             self._report_death(None, False, self.limits.termination_grace_time)
         elif not self._is_death_published:
             if self.memory.leave_requested:  # the agent ended it, since it had no step to leave at
@@ -423,7 +423,7 @@ class RankMonitor:
         return pause
 
     def keep_time(self, pidfd: int) -> None:
-        """Publishes a soft timeout. Ends the process at a hard one, or if it has to leave and does not.
+        """Publishes a soft timeout. Ends the process at a hard timeout, or if it fails to leave.
 
         Args:
             pidfd: a pidfd of the rank's process.
@@ -468,7 +468,7 @@ class RankMonitor:
             if memory.phase == Phase.WATCHED:
                 still = since(memory.progress_stamp(limits.progress_watchdog_interval), now)
                 hard = min(hard, limits.hard_timeout - still)
-                # For a rank that moves, but catches each interruption. Read once: it may be leaving just now.
+                # For a rank that runs, but catches each interruption. Read once: it may be leaving right now.
                 if interrupted_at := memory.leave_stamp:
                     stays = limits.barrier_timeout - since(interrupted_at, now)
                 # Once per iteration. A spare's soft timeout ends nothing.
@@ -499,13 +499,13 @@ class RankMonitor:
             alone_since = math.inf if here else min(now, alone_since)
             if now - alone_since >= limits.termination_grace_time:
                 return
-            # Each in turn, so that all of the above is read again only if some member's goodbye is late.
+            # One at a time, so that all of the above is read again only if a member's goodbye is late.
             for member in sorted(here or missing):
                 if not ends.await_goodbye(member, limits.heartbeat_interval):
                     break
 
     def note_left_out(self, left_out: bool) -> None:
-        """Notes, called by its heart, whether an iteration has begun without this rank."""
+        """Notes whether an iteration has begun without this rank; called by its heart."""
         self._left_out_at = min(self._left_out_at, time.monotonic()) if left_out else math.inf
 
     def _emit_fault(self, view: View, fault: Fault) -> None:
@@ -523,7 +523,7 @@ class RankMonitor:
         events.emit(event, **job, **where, **member, **fields)
 
     def _emit_step(self, now: float) -> None:
-        """Emits the current step, once a second. Here, so that the rank's process need not."""
+        """Emits the current step, once a second, so that the rank's process need not."""
         view, memory = self.view, self.memory
         if now - self._step_emitted_at < _STEP_EVERY or view is None or not events.are_enabled():
             return
@@ -557,7 +557,7 @@ class RankMonitor:
         )
 
     def _end_rank(self, pidfd: int, message: str) -> None:
-        """Publishes the death, then ends the process, so that nobody waits until its memory is freed."""
+        """Publishes the death, then ends the process, so that no rank waits until its memory is freed."""
         place = describe_main_thread(self.memory, self.pid, pidfd)
         if place is not None:
             message += f" and stood {place}"
@@ -596,8 +596,8 @@ def await_exit(pidfd: int, seconds: float) -> bool:
 class IterationStores:
     """The stores of the iterations in which this rank is rank 0.
 
-    The last rank 0 is likely to be the next one. So its next store is opened ahead, and the last one ended,
-    once the ranks are back. Before that they need the CPUs.
+    The last rank 0 is likely to be the next one. So once the ranks are back, its next store is opened ahead,
+    and the last one ended. Before that the ranks need the CPUs.
 
     Args:
         unused: stores that no rank has used, to be taken first; `close` adds to them for the next call.
@@ -609,7 +609,7 @@ class IterationStores:
     def __init__(self, unused: list[TCPStore]) -> None:
         self._unused = unused
         self.serving: TCPStore | None = None
-        self._last: TCPStore | None = None  # of the iteration before, which may still have clients
+        self._last: TCPStore | None = None  # the previous iteration's, which may still have clients
         self._ahead: TCPStore | None = None
         self._opening: threading.Thread | None = None
         self._host = ""
@@ -634,7 +634,7 @@ class IterationStores:
     def open_ahead(self) -> None:
         """Starts a thread that ends the last store and opens the next one.
 
-        In a thread, since torch's client looks up its own address: seconds if no name server answers.
+        In a thread, since torch's client looks up its own address: that takes seconds without a name server.
         """
         self._due = math.inf
         self._opening = in_background("opening a store ahead", self._open_ahead)

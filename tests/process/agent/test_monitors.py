@@ -404,7 +404,7 @@ def test_who_is_no_rank_is_refused(
             return HelloReply(**receive(line)).refused
 
     # This process is not below itself.
-    assert refused() == f"process {os.getpid()} is no rank's"
+    assert refused() == f"process {os.getpid()} is not a rank's"
     monkeypatch.setattr(module, "_KNOWN_WITHIN", 0.1)
     with contextlib.closing(Rank(monitors.name, f"127.0.0.1:{store.port}")) as unknown:
         assert not unknown.tell("begin")
