@@ -22,10 +22,10 @@ _aborting: list[str] = []  # groups whose abort has not returned
 
 
 def abort_all() -> None:
-    """Makes every operation of ``torch.distributed`` that is under way in this process fail.
+    """Makes every pending operation of ``torch.distributed`` in this process fail.
 
     `ft_wrapper.abort.AbortTorchDistributed` describes what that frees, and what it does not. If
-    ``torch.distributed`` is not in use, it does next to nothing. It raises nothing, but logs what fails.
+    ``torch.distributed`` is not in use, it does almost nothing. It raises nothing, but logs failures.
     """
     # The backends' own aborts last: NCCL's may hang, and the other steps only touch sockets.
     for what, step in (
@@ -44,7 +44,7 @@ def abort_may_hang() -> bool:
     """Whether `abort_all` would call a backend's abort. For gloo it only shuts down sockets."""
     try:
         return bool(groups_that_abort())
-    except Exception:  # the function is making a group at this moment
+    except Exception:  # the function is just making a group
         return True
 
 
@@ -70,7 +70,7 @@ def _abort_store_clients() -> None:
 
 def groups_that_abort() -> dict[Any, dict[torch.device, Any]]:
     """All groups but gloo's, with their backends."""
-    # By its name, not by its class: torch >= 2.15 has two classes for NCCL, and other programs add their own.
+    # By name, not by class: torch >= 2.15 has two classes for NCCL, and other programs add their own.
     backends = {group: backends_of(group) for group in c10d._world.pg_names}
     return {group: its for group, its in backends.items() if not its or not all(map(is_gloo, its.values()))}
 
@@ -96,12 +96,12 @@ def _abort_backends() -> None:
 def abort_group(group: Any, name: str) -> None:
     _aborting.append(name)
     try:
-        # Before torch 2.8 a group has no abort, and of the backends only NCCL's has one.
+        # Before torch 2.8 groups have no abort, and of the backends only NCCL's has one.
         for one in [group] if hasattr(group, "abort") else backends_of(group).values():
             if hasattr(one, "abort"):
                 one.abort()
     except Exception:
-        log.warning("could not abort %s; hard_timeout bounds what waits there", name, exc_info=True)
+        log.warning("could not abort %s; hard_timeout limits any wait there", name, exc_info=True)
     finally:
         _aborting.remove(name)
 

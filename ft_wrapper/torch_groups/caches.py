@@ -1,14 +1,14 @@
-"""What torch keeps of an earlier iteration: caches and cycles are cleared, switches are put back.
+"""State that torch keeps from an earlier iteration: clears caches and cycles, restores switches.
 
 Several caches of torch assume that ranks never move:
 
 - DTensor's caches are keyed by a mesh's layout. After a restart, operations go on with the old mesh, where
   this process has another coordinate. They return another rank's rows, without an error.
-- Symmetric memory's tables are keyed by group name, and the names begin anew.
+- Symmetric memory's tables are keyed by group name, and the names start over.
 - Compiled code has ``get_rank()`` and ``get_world_size()`` as constants.
 - The functions of ``torch.distributed.nn`` have, as a default argument, the group that was the default one
   when they were imported.
-- The process that writes checkpoints for ``async_save`` keeps a group with ranks that are gone.
+- The process that writes checkpoints for ``async_save`` keeps a group with lost ranks.
 
 No module is imported to clear its caches. Their names are torch 2.13's. An older torch that lacks a name has
 no such cache; if 2.13 or a newer torch lacks one, a warning says so.
@@ -41,19 +41,19 @@ def clear_caches() -> None:
     """Clears torch's caches after an iteration; raises nothing.
 
     Call it in the thread that ran the function, once process groups are released. Each thread has its own
-    fast cache of DTensor's. It is cleared in this thread and in the threads that run CUDA backward passes,
-    but not in other threads of the user's.
+    fast DTensor cache. It is cleared in this thread and in the threads that run CUDA backward passes, but not
+    in other user threads.
     """
     # Imports nothing: most programs have none of these modules, and the other ranks wait for this.
     for what, name, step in _STEPS:
         module = sys.modules.get(name)
-        # A spare's warm-up may be importing it at this moment.
+        # A spare's warm-up may be importing it right now.
         if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):
             _succeeds(what, step, module)
 
 
 def end_checkpoint_process() -> None:
-    """Ends the process that writes checkpoints for ``async_save``, and with it a save under way."""
+    """Ends the process that writes checkpoints for ``async_save``, and any save under way."""
     executor = sys.modules.get("torch.distributed.checkpoint._async_process_executor")
     if executor is not None:
         _succeeds("the checkpoint process", _end_checkpoint_process, executor)
@@ -64,7 +64,7 @@ def reset_compiled_code(rank: int, world_size: int) -> bool:
 
     Args:
         rank: active rank of this process in the iteration that it is about to enter.
-        world_size: number of active ranks in this iteration.
+        world_size: number of active ranks in that iteration.
 
     Returns:
         Whether code was dropped, so that the next step compiles again.
@@ -79,23 +79,23 @@ def reset_compiled_code(rank: int, world_size: int) -> bool:
 def reset_compiled_code_at_entry() -> None:
     """Makes the next entry drop the code that this process, a spare, may compile from now on.
 
-    A spare has no process group, so ``is_initialized()`` is a wrong constant in that code, too.
+    A spare has no process group, so ``is_initialized()`` is also a wrong constant in that code.
     """
     global _compiled_for
     _compiled_for = (-1, 0)  # no rank
 
 
 def collect_garbage(when: str) -> None:
-    """Frees what an iteration left in reference cycles, before the next one makes its own.
+    """Frees objects that an iteration left in reference cycles, before the next one makes its own.
 
     FSDP2 models, compiled models and those of several frameworks refer to themselves. Until the collector
     runs, they keep their memory, their process groups and the groups' sockets. On a GPU the next model does
-    not fit beside them.
+    not fit next to them.
 
-    At its first call for each ``when`` it also freezes what is left. Imports make hundreds of thousands of
-    objects: with them a collection takes tenths of a second, without them less than a millisecond. The
-    collector never frees frozen objects. So if frozen modules still live and there are new modules, which may
-    replace the frozen ones, all objects are unfrozen and collected.
+    At its first call for each ``when`` it also freezes the remaining objects. Imports make hundreds of
+    thousands of objects: with them a collection takes tenths of a second, without them less than a
+    millisecond. The collector never frees frozen objects. So if frozen modules are still alive and there are
+    new modules, which may replace the frozen ones, all objects are unfrozen and collected.
 
     Args:
         when: ``"call"`` before the first call, so that the script's imports cost no restart time;
@@ -130,7 +130,7 @@ def _succeeds(what: str, step: Callable[..., object], *arguments: Any) -> bool:
             return True
         if what not in _warned:
             _warned.add(what)
-            words = "torch %s does not let go of what it keeps of old ranks: %s. "
+            words = "torch %s cannot be made to forget old ranks: %s. "
             words += "Results may be wrong once ranks have moved; see docs/usage.md, 'What torch keeps'"
             log.warning(words, torch.__version__, what)
         return False
@@ -144,7 +144,7 @@ def _clear_fast_cache(_: Any) -> None:
         return
     for device in range(torch.cuda.device_count()):
         if torch._C._cuda_hasPrimaryContext(device):  # type: ignore[attr-defined]
-            # Other devices are unused, and stay so.
+            # Other devices are unused, and stay unused.
             with torch.inference_mode(False), torch.enable_grad():
                 zero = torch.zeros((), device=f"cuda:{device}", requires_grad=True)
                 _InDevicesThread.apply(zero, clear).backward()  # type: ignore[no-untyped-call]
@@ -231,7 +231,7 @@ def _has_compiled() -> bool:
 
 # Switches ---------------------------------------------------------------------------------------------------
 
-# Of torch._C: what a person calls it, its getter and its setter.
+# Of torch._C: a readable name, the getter and the setter.
 _SWITCHES = (
     ("gradient mode", "is_grad_enabled", "_set_grad_enabled"),  # 107 of 800
     ("default dtype", "get_default_dtype", "_set_default_dtype"),  # 12 of 300
@@ -251,20 +251,20 @@ _SWITCHES = (
 
 
 class TorchState:
-    """What torch's switches were, of the calling thread and of the process, when this was made.
+    """The values of torch's switches, for the calling thread and the process, when this was made.
 
-    A switch that the function turns off for a while, gradients say, stays off if an exception or an interrupt
-    comes meanwhile. The next entry would fail for a reason that has nothing to do with the fault, or go on
-    with other numbers. So this is made before the first entry, and `restore` brings back what was there.
+    A switch that the function turns off temporarily, such as gradients, stays off if an exception or an
+    interrupt occurs meanwhile. The next entry would fail for a reason unrelated to the fault, or compute
+    different numbers. So this is made before the first entry, and `restore` brings back the old values.
 
-    Only what was seen left behind is looked at; how often is said beside it, before interrupts waited for a
-    safe point (`ft_wrapper.monitor.safe_points`). Since then an interrupt has left none of these, 0 of
-    10,010. Nor has it left what is not looked at: modes for functions and dispatch, the default device,
-    cudnn's precision; nor, 0 of 400 each, inference mode, autocast, saved-tensor hooks, parametrize's cache,
+    It covers only switches that were seen left behind; comments give how often, before interrupts waited for
+    a safe point (`ft_wrapper.monitor.safe_points`). Since then an interrupt has left none of these, 0 of
+    10,010. Nor has it left those not covered: modes for functions and dispatch, the default device, cudnn's
+    precision; nor, 0 of 400 each, inference mode, autocast, saved-tensor hooks, parametrize's cache,
     functorch's levels, forward AD, anomaly detection, multithreaded backward, mkldnn's switches.
 
-    What is the user's stays as the function left it: the environment, standard output, warning filters,
-    random numbers. Names differ between versions of torch: what this one does not have is left out.
+    User state stays as the function left it: the environment, standard output, warning filters, random
+    numbers. Names differ between versions of torch: those that this version lacks are left out.
     """
 
     def __init__(self) -> None:
@@ -272,28 +272,28 @@ class TorchState:
         self._logged: set[str] = set()
 
     def restore(self) -> list[str]:
-        """Puts back what has changed since, and logs each thing once; to be called in the same thread.
+        """Restores the changed switches, and logs each one once; call it in the same thread.
 
         Returns:
-            The names of what had changed.
+            The names of the changed switches.
         """
         now = _switches()
         changed = [name for name, value in self._values.items() if now[name] != value]
-        with _C.DisableTorchFunction():  # a function mode from before the call is not asked
+        with _C.DisableTorchFunction():  # bypasses a function mode from before the call
             for name, _, setter in _SWITCHES:
                 if name in changed:
                     getattr(_C, setter)(self._values[name])
         if fresh := [name for name in changed if name not in self._logged]:
             self._logged.update(fresh)
             log.warning(
-                "the function left torch's state changed; put back, now and at each restart: %s. What is to "
-                "hold in every iteration belongs into the function, or before its call",
+                "the function left torch's state changed; restored, now and at each restart: %s. Settings "
+                "for every iteration belong in the function, or before its call",
                 ", ".join(fresh),
             )
         return changed
 
 
 def _switches() -> dict[str, Any]:
-    """The value of each switch, by what a person calls it."""
+    """The value of each switch, by its readable name."""
     there = [one for one in _SWITCHES if hasattr(_C, one[1]) and hasattr(_C, one[2])]
     return {name: getattr(_C, getter)() for name, getter, _ in there}

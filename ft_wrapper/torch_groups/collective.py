@@ -16,7 +16,7 @@ from .abort import backends_of, c10d
 
 _COUNTED_WITHIN = 0.05  # seconds; a backend may hold a lock while it hangs
 _MOST_GROUPS = 8
-_LONGEST_NAME = 8  # torch names some groups by 40 digits
+_LONGEST_NAME = 8  # some of torch's group names have 40 digits
 
 
 def current_collective(thread: int) -> tuple[str, CollectivePosition] | None:
@@ -26,7 +26,7 @@ def current_collective(thread: int) -> tuple[str, CollectivePosition] | None:
         thread: the thread's ``threading.get_ident()``.
 
     Returns:
-        A description as of `ft_wrapper.monitor.frames.describe_thread`, but with the operation's number and
+        A description like `ft_wrapper.monitor.frames.describe_thread`'s, but with the operation's number and
         group, and the same as data; None if there is no such thread.
     """
     frame = current_frames().get(thread)

@@ -1,4 +1,4 @@
-"""The device of a rank on a node with more ranks than devices: each active rank has one of its own.
+"""The device of a rank on a node with more ranks than devices: each active rank has its own.
 
 ``ftrun`` makes a file without a name, and passes its path to its ranks. An active rank that uses device n
 holds a POSIX record lock on byte n. Such a lock belongs to the process, and no child inherits it. The kernel
@@ -22,7 +22,7 @@ DEVICES_ENV = "FT_WRAPPER_DEVICES"
 # Other ranks learn of a death before the kernel has freed the process's memory and dropped its locks. The
 # replacing rank had to wait 0 of 12 times after a process without ballast, 3 of 12 times (66 ms at most)
 # after one with 0.5 GB, 5 of 12 times (349 ms) after one with 2 GB.
-_PAUSE = 0.01  # seconds between two tries: nothing signals that a lock was dropped
+_PAUSE = 0.01  # seconds between two attempts: nothing signals that a lock was dropped
 _LOOKS = 1000
 
 _locks: int | None = None  # descriptor of the lock file, while this process holds a device
@@ -30,9 +30,9 @@ _index: int | None = None  # index of the device that this process uses; None be
 
 
 def take_device(is_active: bool) -> None:
-    """Before a rank enters: gives an active rank a device of its own, or keeps it. A spare shares a device.
+    """Before a rank enters: gives an active rank its own device, or keeps it. A spare shares a device.
 
-    The device's index becomes ``LOCAL_RANK``, and the device CUDA's current one if CUDA is in use. Without
+    The device's index becomes ``LOCAL_RANK``. If CUDA is in use, the device becomes the current one. Without
     ``ftrun --devices-per-node`` it does nothing.
 
     Args:
@@ -58,7 +58,7 @@ def take_device(is_active: bool) -> None:
 
 
 def release_device() -> None:
-    """Leaves the device to other ranks."""
+    """Releases the device to other ranks."""
     global _locks
     if _locks is not None:
         os.close(_locks)
@@ -92,5 +92,5 @@ def _await_device(locks: int, own: int, count: int) -> int:
         time.sleep(_PAUSE)
     raise RestartAbort(
         f"active ranks hold all {count} devices of {socket.gethostname()} (--devices-per-node): use spare "
-        "nodes, or keep spares to their node by rank_assignment=Tree(...), as docs/launching.md shows"
+        "nodes, or keep spares on their node with rank_assignment=Tree(...), as docs/launching.md shows"
     )

@@ -1,4 +1,4 @@
-"""Shutting down exactly the sockets of this process's gloo groups.
+"""Shuts down exactly the sockets of this process's gloo groups.
 
 Gloo has no abort: a collective with a hung peer waits until its timeout. But once its sockets are shut down,
 it raises at once. The kernel shows which sockets these are. A gloo device has one thread, named
@@ -7,9 +7,9 @@ descriptor, and its ``fdinfo`` lists every watched descriptor with its inode num
 
 Only the receiving side of a socket is shut down, and a duplicate keeps the socket open until all ranks have
 left. The reason: if a write fails at once, gloo loses the send. Its loop thread has already taken the buffer
-off the queue and notifies nobody, so whoever waits for the buffer waits until the timeout. So no write may
-fail, here or at a peer, while any rank is inside a collective. The end of the receiving side fails everything
-that is queued, sends included.
+off the queue and notifies no thread, so a wait for the buffer lasts until the timeout. So no write may fail,
+here or at a peer, while any rank is inside a collective. The end of the receiving side fails everything that
+is queued, including sends.
 """
 
 import contextlib
@@ -40,10 +40,10 @@ _held_lock = threading.Lock()
 
 
 def shut_down_gloo_sockets(being_made: Callable[[], int] = int) -> None:
-    """Shuts down the connections of all gloo groups of this process, on this side alone.
+    """Shuts down the connections of all gloo groups of this process, on this side only.
 
-    It touches no listening sockets, and no sockets but gloo's. The connections stay open, and the peers
-    notice nothing, until `close_aborted_sockets`.
+    It touches no listening sockets, and only gloo's sockets. The connections stay open, and the peers notice
+    nothing, until `close_aborted_sockets`.
 
     A group that is being made may wait for a peer to connect, without a socket to shut down. Then this
     function connects in the peer's place, and shuts the connection down.
@@ -90,7 +90,7 @@ def close_aborted_sockets() -> None:
 
 
 def unnamed_threads() -> list[int]:
-    """Returns the ids of the threads that C++ has started without a name, the oldest first.
+    """Returns the ids of the threads that C++ started without a name, oldest first.
 
     Returns none if this torch names its threads.
     """
@@ -108,7 +108,7 @@ def _unnamed_loops() -> list[int]:
     for tid in unnamed_threads():
         with contextlib.suppress(OSError):  # the thread has ended
             watched = _watched_by_thread(tid)
-            # A TCPStore's server runs libuv, which wakes its loop by an eventfd. Gloo has none.
+            # A TCPStore's server runs libuv, which wakes its loop with an eventfd. Gloo has none.
             kinds = [os.readlink(f"/proc/self/fd/{fd}") for fd, _ in watched or ()]
             if watched is not None and not any("eventfd" in kind for kind in kinds):
                 loops.append(tid)
@@ -116,7 +116,7 @@ def _unnamed_loops() -> list[int]:
 
 
 def _watched_by_thread(tid: int) -> list[tuple[int, int]] | None:
-    """What the epoll descriptor watches that a thread waits on; None while it is not waiting."""
+    """What a thread's epoll descriptor watches; None while the thread is not waiting on one."""
     fd = _epoll_fd(tid)
     if fd is None:
         return None
@@ -125,7 +125,7 @@ def _watched_by_thread(tid: int) -> list[tuple[int, int]] | None:
     except OSError:
         return None
     try:
-        # The thread waited on this number before and after `dup`, so it meant the same file all the time.
+        # The thread waited on this number before and after `dup`, so it was the same file all along.
         return watched_by(held) if _epoll_fd(tid) == fd else None
     finally:
         os.close(held)
@@ -147,9 +147,9 @@ def _shut_down_connections(watched: list[tuple[int, int]]) -> None:
 
 
 def _connect_for_peers(watched: list[tuple[int, int]], size: int) -> None:
-    """Connects to a gloo device's listening socket in the place of each peer, and disconnects.
+    """Connects to a gloo device's listening socket in place of each peer, and disconnects.
 
-    A peer first sends which pair of ranks its connection is for: a number from 0 on, as eight bytes. The
+    A peer first sends which pair of ranks its connection is for: a number from 0 up, as eight bytes. The
     device passes the connection to the pair that waits for this number, or keeps it.
     """
     for number, inode in watched:

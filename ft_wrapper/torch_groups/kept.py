@@ -1,9 +1,8 @@
 """A kept process group: the default group outlives an iteration, and gets new peers instead of a new group.
 
-torch >= 2.15 can do that (``enable_reconfigure``), with backends that support it. All peers of an iteration
-exchange their handles through the iteration's store. So does the backend: the group's own store is a
-`_Switch`, which forwards to the iteration's store. So nothing depends on a store that has ended with its
-host.
+torch >= 2.15 supports this (``enable_reconfigure``), with some backends. All peers of an iteration exchange
+their handles through the iteration's store. So does the backend: the group's own store is a `_Switch`, which
+forwards to the iteration's store. So nothing depends on a store that has ended with its host.
 """
 
 import logging
@@ -23,7 +22,7 @@ _OURS = ("store", "rank", "world_size", "init_method", "enable_reconfigure", "gr
 
 
 class _Switch(HoldingStore, Store):
-    """A store of torch's that forwards to the current iteration's store."""
+    """A torch store that forwards to the current iteration's store."""
 
     def __init__(self, store: StoreMixin) -> None:
         HoldingStore.__init__(self, store)
@@ -58,7 +57,7 @@ class KeptGroup:
         Args:
             backend: the ``backend`` of ``init_process_group``.
             options: the other arguments of ``init_process_group``.
-            n: number of the iteration, which no other iteration has.
+            n: unique number of the iteration.
             rank: rank of this process in the group.
             size: size of the group.
             store: the iteration's store.
@@ -67,8 +66,8 @@ class KeptGroup:
             The default group.
 
         Raises:
-            TypeError: an option is the wrapper's to choose, or the options differ from the first call's.
-            RuntimeError: a peer did not come.
+            TypeError: the wrapper sets this option itself, or the options differ from the first call's.
+            RuntimeError: a peer did not arrive.
         """
         wrong = sorted(set(options) & set(_OURS))
         if wrong:
@@ -87,7 +86,7 @@ class KeptGroup:
         if self.group is not None and self._arguments != (backend, options):
             raise TypeError(
                 f"process_group({backend!r}, {options}): the kept group was made with {self._arguments}; "
-                "ask for the same in each iteration"
+                "pass the same in each iteration"
             )
         if self.group is None and not self._make(backend, options, rank, size, store):
             dist.init_process_group(backend, **options)
@@ -98,7 +97,7 @@ class KeptGroup:
         return self.group
 
     def close(self) -> None:
-        """Destroys the kept group after a call that did not end well; does nothing if there is none."""
+        """Destroys the kept group after a call that failed; does nothing if there is none."""
         if self.group is not None:
             release_process_groups(aborted=True)
             self.group = None

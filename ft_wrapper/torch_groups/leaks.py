@@ -1,8 +1,8 @@
-"""Leaks: objects of earlier iterations that are still alive, with what holds them.
+"""Leaks: objects of earlier iterations that are still alive, with their holders.
 
-What holds them is found by a forward search from the globals of modules and from the frames of threads. The
-collector's backward search, ``gc.get_referrers``, finds neither ``{"dp": group}`` nor ``(group,)``: the
-collector does not track containers that hold only objects of C++. Nor does it look at frozen objects.
+A forward search from the globals of modules and from the frames of threads finds the holders. The collector's
+backward search, ``gc.get_referrers``, finds neither ``{"dp": group}`` nor ``(group,)``: the collector does
+not track containers that hold only C++ objects. Nor does it look at frozen objects.
 """
 
 import collections
@@ -71,7 +71,7 @@ class Leak:
         if self.within:
             holder = "another leak"
         elif self.cycle is not None:
-            holder = f"itself ({self.cycle}), until the collector comes, or by C++"
+            holder = f"itself ({self.cycle}), until the collector runs, or by C++"
         else:
             holder = self.referrer or "no module, frame or thread, so by C++"
         loss = _LOSSES.get(self.kind, "its memory and its process groups stay")
@@ -79,7 +79,7 @@ class Leak:
 
 
 def find_leaks() -> list[Leak]:
-    """Finds objects of earlier iterations that are still alive, and what holds them.
+    """Finds objects of earlier iterations that are still alive, and their holders.
 
     It looks for meshes (``DeviceMesh``), process groups, and modules in ``DistributedDataParallel``, FSDP1 or
     FSDP2. Process groups kept by ``Limits(keep_groups=True)`` and objects that a `LiveState` holds do not
@@ -98,7 +98,7 @@ def find_leaks() -> list[Leak]:
     if not living:
         return []
     paths = _find_paths({id(made): made for made, _ in living}, sys._getframe(1))
-    # The holders first: a module holds its mesh, a mesh its groups; of two modules the newer one is outside.
+    # Holders first: a module holds its mesh, a mesh its groups; of two modules the newer is the outer one.
     living.sort(key=lambda one: (id(one[0]) not in paths, _depth(one[0])))
     held, leaks = _seen_globals(), list[Leak]()
     for made, n in living:
@@ -166,7 +166,7 @@ def _reach(holders: Iterable[Any], parents: _Parents, wanted: Collection[int] | 
         holders: the objects to begin at.
         parents: see `_Parents`.
         wanted: ids of objects at which to stop. Then it also goes through code, which leads to its module's
-            globals. None: it goes through data alone, not through classes, functions and modules.
+            globals. None: it goes only through data, not through classes, functions and modules.
 
     Returns:
         ``parents``.
@@ -202,8 +202,8 @@ def _locals(caller: FrameType) -> Iterator[_Root]:
     for thread, innermost in {**current_frames(), threading.get_ident(): caller}.items():
         for frame, line in traceback.walk_stack(innermost):
             code, module = frame.f_code, str(frame.f_globals.get("__name__"))
-            # Not a module's frame, whose variables are its globals; nor a live state's helpers, which hold
-            # exempt objects for a moment.
+            # Not a module's frame, whose variables are its globals; nor a live state's helpers, which briefly
+            # hold exempt objects.
             if code.co_flags & inspect.CO_OPTIMIZED and not module.startswith(_OURS):
                 place = f"{code.co_name} ({os.path.basename(code.co_filename)}:{line})"
                 yield _read(frame), "", f" in {place}, thread {names.get(thread, thread)!r}"
@@ -214,7 +214,7 @@ def _read(frame: FrameType) -> dict[str, Any]:
     copy = frame.f_locals
     found = dict(copy)
     # Before Python 3.13 the copy stays in the frame, and would keep old values until the frame ends. It is
-    # not cleared if somebody has it from ``locals()``, or if a debugger is about to write it back.
+    # not cleared if other code has it from ``locals()``, or if a debugger is about to write it back.
     if sys.version_info < (3, 13) and frame.f_trace is None and sys.getrefcount(copy) == 3:
         copy.clear()
     return found
@@ -224,7 +224,7 @@ def _read(frame: FrameType) -> dict[str, Any]:
 
 
 def _chain(thing: object, parents: _Parents, roots: Collection[int]) -> list[Any]:
-    """The objects on the path to one, from the start of the path to the object itself."""
+    """The objects on the path to an object, from the start of the path to the object itself."""
     chain = [thing, parents[id(thing)]]
     while id(chain[-1]) not in roots:
         chain.append(parents[id(chain[-1])])
@@ -244,7 +244,7 @@ def _describe(chain: list[Any]) -> str:
 
 
 def _steps(holder: Any) -> Iterator[tuple[str, Any]]:
-    """The objects that one leads to, as far as Python has an expression for the step."""
+    """The objects that a holder leads to, as far as Python has an expression for the step."""
     kind = type(holder)
     for name, value in list(_dict_of(holder).items()):
         yield f".{name}", value

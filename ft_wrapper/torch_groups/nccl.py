@@ -1,15 +1,15 @@
-"""Ending NCCL's communicators from outside: waking service threads, freeing blocked initializations.
+"""Ends NCCL's communicators from outside: wakes service threads, frees blocked initializations.
 
 A communicator has two service threads that wait in ``poll`` for half a second at a time, and its end waits
 for theirs. An abort sets a flag, which they read when they wake, and wakes neither. A destroy wakes one of
 them (``ncclProxyService``, ``ncclProxyServiceUDS`` and ``ncclProxyStop`` in src/proxy.cc, NCCL 2.19 to 2.30).
 On an H100 that was 500 of the 531 ms of a restart, for each communicator. So this module wakes them: the
-listening thread by a connection, closed at once, and the other one by a datagram.
+listening thread with a connection, closed at once, and the other one with a datagram.
 
 The kernel shows which sockets these are: such a thread is in ``poll`` with a timeout of 500 ms, and the last
 descriptor in its list is the socket. It never connects to a communicator that stays in use: the thread would
-block in ``accept`` and serve nobody (NCCL issue 1808). A datagram is harmless unless it is empty: then
-``ncclIpcSocketRecvMsg`` reads a stale errno, and may retry for ever.
+block in ``accept`` and serve no peer (NCCL issue 1808). A datagram is harmless unless it is empty: then
+``ncclIpcSocketRecvMsg`` reads a stale errno, and may retry forever.
 
 An initialization waits for its peers in ``accept``, where torch's abort does not reach it. But ``accept``
 fails on a socket that was shut down, and so does NCCL.
@@ -36,8 +36,8 @@ _SERVICE_PERIOD = 500  # milliseconds
 _DATAGRAMS = b"tmp/nccl-socket-"  # start of the datagram socket's name, after one byte
 # poll, and ppoll, whose timeout is a pointer to seconds and nanoseconds
 _POLL, _PPOLL = {"x86_64": (7, 271), "aarch64": (None, 73)}.get(platform.machine(), (None, None))
-# Seconds between two wake-ups. One wake-up is enough for a rank alone on its host. With other ranks on the
-# host, the thread has to wake once more, soon after its communicator has said "stop". So the pauses grow by
+# Seconds between two wake-ups. One wake-up is enough for the only rank on a host. With other ranks on the
+# host, the thread has to wake once more, soon after its communicator has sent "stop". So the pauses grow by
 # half.
 _PAUSES = tuple(0.001 * 1.5**n for n in range(15))
 # A thread that makes a communicator is in one of these: a group's first operation may be in a backward pass.
@@ -83,7 +83,7 @@ def free_pending_init() -> None:
         return
     try:
         system_call(threading.get_native_id())
-    except OSError:  # the kernel does not show who polls, so nobody knows whose sockets these are
+    except OSError:  # the kernel does not show which threads poll, so the sockets' owners are unknown
         return
     files = (place.file for frame in current_frames().values() for place in locations(frame))
     if not any(file.startswith(_FOLDERS) for file in files):
@@ -109,7 +109,7 @@ def _wake_until(over: threading.Event, aborted: bool) -> None:
 
 
 def _service_sockets() -> Iterator[tuple[str, int] | bytes]:
-    """The addresses of NCCL's service threads that wait at this moment."""
+    """The addresses of NCCL's service threads that are waiting now."""
     for polled, timeout in _polls():
         if timeout != _SERVICE_PERIOD or not polled:
             continue
@@ -131,9 +131,9 @@ def _wake(address: tuple[str, int] | bytes) -> None:
 
 
 def _polls() -> Iterator[tuple[list[int], int]]:
-    """The descriptors that each thread polls at this moment, and for how many milliseconds; 0 for ever.
+    """The descriptors that each thread polls now, and for how many milliseconds; 0 means forever.
 
-    Yields nothing if the kernel does not show it.
+    Yields nothing if the kernel does not show them.
     """
     with open("/proc/self/mem", "rb", buffering=0) as memory:
         for tid in os.listdir("/proc/self/task"):

@@ -1,14 +1,14 @@
-"""Destroying process groups between two iterations, without the deadlock that torch has there.
+"""Destroys process groups between two iterations, without torch's deadlock there.
 
 A gloo group's destructor waits for the group's threads. These need the GIL to drop the tensors of a failed
 collective. If C++ holds the last reference to a group (the reducer inside a ``DistributedDataParallel``), the
-destructor runs with the GIL held, and both wait for ever. If Python holds the last reference, torch releases
+destructor runs with the GIL held, and both wait forever. If Python holds the last reference, torch releases
 the GIL first. So Python references to every group and backend are kept until the groups' threads are idle.
 Then a background thread drops them: joining gloo's threads takes about 10 ms per group, too long for a
 restart.
 
 Most scripts call ``destroy_process_group`` in their last line, before the function's frame drops the model.
-Three ranks that did so, without any fault, hung in nearly every call. So while the wrapped function runs,
+Three ranks that did this, without any fault, hung in nearly every call. So while the wrapped function runs,
 ``destroy_process_group`` is replaced.
 """
 
@@ -40,18 +40,18 @@ _torchs_destroy: Any = None
 
 
 def release_process_groups(*, aborted: bool = False, kept: Any = None) -> None:
-    """Destroys all process groups and resets what ``torch.distributed`` remembers of them.
+    """Destroys all process groups and resets the state that ``torch.distributed`` keeps of them.
 
     Call it in the thread that ran the function, after the function has left and `AbortTorchDistributed` has
     returned. Afterwards ``is_initialized()`` is False and group names count from 0 again, even if
-    ``init_process_group`` was interrupted half-way. The groups' threads and sockets end in the background;
+    ``init_process_group`` was interrupted. The groups' threads and sockets end in the background;
     `wait_for_released_groups` waits for them. If ``torch.distributed`` was not used, it does nothing. It
-    raises nothing, but logs what fails.
+    raises nothing, but logs failures.
 
     Args:
         aborted: whether the function was interrupted. Then groups are aborted, without waiting for their
-            operations, since a peer may be gone. If False, operations in flight are completed.
-        kept: the default group, if it is to stay; all other groups are destroyed.
+            operations, since a peer may be lost. If False, operations in flight are completed.
+        kept: the default group, if it should stay; all other groups are destroyed.
     """
     world, names = c10d._world, c10d._world.pg_names
     references = _references(world, kept)
@@ -80,7 +80,7 @@ def taking_over_destroy() -> Iterator[None]:
     """Within it, ``destroy_process_group`` releases groups as `release_process_groups` does.
 
     For the caller nothing changes: operations in flight are completed, and then a new ``init_process_group``
-    works. Names of new groups do not begin at 0 again, since the new groups use the same store, which still
+    works. Names of new groups do not count from 0 again, since the new groups use the same store, which still
     has the keys of the destroyed ones.
 
     The function's code is replaced, not its name, since scripts import the name before the call.
@@ -107,7 +107,7 @@ def _in_the_place_of_destroy(group: Any = None) -> None:
 
 
 def destroy_and_release(group: Any) -> None:
-    """What ``destroy_process_group`` does within `taking_over_destroy`.
+    """Does the work of ``destroy_process_group`` within `taking_over_destroy`.
 
     Args:
         group: the ``group`` of ``destroy_process_group``.
@@ -123,24 +123,24 @@ def destroy_and_release(group: Any) -> None:
 
 
 def wait_for_released_groups(timeout: float = 10.0) -> bool:
-    """Waits until released groups are gone, with their threads and sockets.
+    """Waits until released groups have ended, with their threads and sockets.
 
     Args:
         timeout: seconds to wait.
 
     Returns:
-        Whether they are gone; if not, a warning is logged.
+        Whether they have ended; if not, a warning is logged.
     """
-    if (dropper := _dropper) is not None:  # a next one may begin meanwhile
+    if (dropper := _dropper) is not None:  # another one may start meanwhile
         dropper.join(timeout)
         if dropper.is_alive():
-            log.warning("process groups still not gone after %g s", timeout)
+            log.warning("released process groups have not ended after %g s", timeout)
             return False
     return True
 
 
 def _destroy(group: Any, aborted: bool) -> None:
-    """Destroys a group, or all groups with the default one. It does not wait for aborted groups."""
+    """Destroys a group, or with the default group all of them. It does not wait for aborted groups."""
     if not aborted:
         with _destroying():
             c10d.destroy_process_group(group)
@@ -178,8 +178,8 @@ def _reset_tables() -> None:
         for name in tables.split():
             getattr(world, name).clear()
         c10d._unregister_all_process_groups()
-    # torch makes group names from this counter. Left as it is, it would make names that differ between ranks,
-    # and the next init_process_group would wait for ever.
+    # torch makes group names from this counter. Without a reset the names would differ between ranks, and the
+    # next init_process_group would wait forever.
     world.group_count = 0
 
 
@@ -204,7 +204,7 @@ def _drop_meshes() -> None:
 
 
 def _drop_in_background(references: list[Any]) -> None:
-    """Has a thread drop references. One thread for all, since a function may destroy many groups."""
+    """Makes a thread drop references. One thread for all, since a function may destroy many groups."""
     global _dropper
     with _dropping:
         _to_drop.append(references)
@@ -232,7 +232,7 @@ def _drop_all() -> None:
 
 
 def _wait_until_idle(tids: list[int]) -> None:
-    """Waits until none of some threads runs or wants the GIL.
+    """Waits until none of the given threads runs or wants the GIL.
 
     A thread that wants the GIL wakes every few milliseconds to ask for it, and the kernel counts that. An
     idle thread sleeps. Threads of newer groups may be among them and be busy: hence the limit.

@@ -1,7 +1,7 @@
-"""Sockets that C++ has opened in this process, found by what the kernel shows of its threads.
+"""Sockets that C++ has opened in this process, found through the kernel's view of its threads.
 
 Plain system calls end them, not Python's ``socket.socket(fileno=…)``: after ``socket.setdefaulttimeout``,
-that makes the descriptor non-blocking, and with it every duplicate, the owner's included.
+that makes the descriptor non-blocking, and every duplicate with it, including the owner's.
 """
 
 import contextlib
@@ -93,12 +93,12 @@ def duplicate(fd: int, inode: int | None = None, *, listening: bool = False) -> 
     """Holds a duplicate of a socket, so that no other file can take its place meanwhile.
 
     Args:
-        fd: file descriptor, as it was seen; by now it may be closed or another file's.
+        fd: file descriptor, as last seen; it may since have been closed or reused for another file.
         inode: the socket's inode number; None if unknown.
         listening: whether the socket has to be a listening one, or must not be one.
 
     Returns:
-        A context manager that gives the duplicate, or None if ``fd`` is closed or no such socket.
+        A context manager that gives the duplicate, or None if ``fd`` is closed or not such a socket.
     """
     try:
         held = os.dup(fd)
@@ -114,11 +114,11 @@ def duplicate(fd: int, inode: int | None = None, *, listening: bool = False) -> 
 
 
 def shut_down(fd: int, how: int) -> None:
-    """Ends a connection and wakes whoever waits on it; does nothing if it is no longer connected.
+    """Ends a connection and wakes threads that wait on it; does nothing if it is no longer connected.
 
     Args:
         fd: file descriptor of a connected or connecting socket. It stays open.
-        how: ``SHUT_RDWR``, which wakes the other end, too, or ``SHUT_RD``, which the other end cannot notice.
+        how: ``SHUT_RDWR``, which also wakes the other end, or ``SHUT_RD``, which the other end cannot notice.
 
     Raises:
         OSError: the system call failed otherwise.
@@ -145,7 +145,7 @@ def shut_down_clients(host: str, port: int) -> None:
 def _is_client_of(fd: int, host: str, port: int) -> bool:
     named = _sockaddr(_libc.getpeername, fd)
     if named is None or named[2:4] != port.to_bytes(2, "big"):
-        return False  # nearly all descriptors, at every restart: so this check comes first
+        return False  # true of nearly all descriptors, at every restart, so this check comes first
     return _address(named) in _addresses(host)
 
 

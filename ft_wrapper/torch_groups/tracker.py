@@ -1,7 +1,7 @@
-"""Tracking objects that belong to one iteration: meshes, process groups, wrapped modules.
+"""Tracks objects that belong to one iteration: meshes, process groups, wrapped modules.
 
 Weak references, taken when the objects are made, show after a restart which of them are still alive. The
-collector could not show it: it does not list objects that ``gc.freeze`` froze.
+collector could not show this: it does not list objects that ``gc.freeze`` froze.
 
 Tracking costs a training step nothing. Meshes are made by one method, which is wrapped during a call. Groups
 are tracked when they are released. ``DistributedDataParallel`` and FSDP1 register the module that they wrap,
@@ -32,7 +32,7 @@ class Tracker:
     """The objects that this process has made in the iterations of one wrapped call.
 
     Attributes:
-        exempt_holders: objects such as live states: all that they hold survives iterations on purpose.
+        exempt_holders: objects such as live states: everything they hold survives iterations on purpose.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Tracker:
         self._hooks.callback(register(self._track_wrapper).remove)
 
     def close(self) -> None:
-        """Stops tracking new objects. Tracked ones stay tracked as long as they live."""
+        """Stops tracking new objects. Tracked objects stay tracked as long as they live."""
         self._hooks.close()
         self.exempt_holders = {}
 
@@ -69,7 +69,7 @@ class Tracker:
         tracked[id(reference)] = reference, self._iteration
 
     def exempt(self, holder: Any) -> Any:
-        """Exempts all that an object holds; returns this object."""
+        """Exempts everything that an object holds; returns this object."""
         return self.exempt_holders.setdefault(id(holder), holder)
 
     def earlier(self) -> list[tuple[Any, int]]:
@@ -116,7 +116,7 @@ class Tracker:
             self.track(module)
 
     def _track_sharded_modules(self) -> None:
-        """Tracks FSDP2's modules, which torch lists by weak references. A collection leaves next to none."""
+        """Tracks FSDP2's modules, which torch lists by weak references. A collection leaves almost none."""
         composable = sys.modules.get("torch.distributed._composable_state")
         modules = list(getattr(composable, "_module_state_mapping", ()))
         known = {id(reference()) for reference, _ in list(self._tracked.values())} if modules else set()

@@ -1,8 +1,8 @@
-"""Warming up: spares do what torch leaves to the first training step, while they wait.
+"""Warming up: while spares wait, they do the work that torch leaves to the first training step.
 
 Most of that is one import, of torch's compiler, which the first optimizer or `DistributedDataParallel` object
-needs. It takes a second, or several on a busy machine. A spare that takes a lost rank's place would be that
-late with its first step, and delay all the others.
+needs. It takes a second, or several on a busy machine. Otherwise a spare that takes a lost rank's place would
+be that late with its first step, and delay all other ranks.
 
 The replacement of a lost process creates its device's context before it joins, while the survivors abort.
 """
@@ -35,7 +35,7 @@ _done: list[Callable[[], object]] = []
 
 
 def warm_up(users: Callable[[], object] | None, is_interrupted: Callable[[], bool]) -> None:
-    """Runs the parts that have not run in this process. A part that fails is logged and not tried again.
+    """Runs the parts that have not run in this process. A part that fails is logged and not retried.
 
     Args:
         users: the user's own part; None if there is none.
@@ -44,14 +44,14 @@ def warm_up(users: Callable[[], object] | None, is_interrupted: Callable[[], boo
 
     Raises:
         Exception: an exception of a part while the caller is being made to leave.
-        BaseException: whatever the user's part raises that is no ``Exception``.
+        BaseException: any error of the user's part that is not an ``Exception``.
     """
     if not _imports_begun.is_set():
         # In a thread, since the caller may be made to leave, and an import cannot be cut short.
         in_background("importing what torch imports late", _import)
         _imports_begun.wait()
     await_imports()
-    # The user's part first, since it may choose the device that the others use.
+    # The user's part first, since it may choose the device for the other parts.
     for part in (users, _train, _reduce_alone):
         if part is None or part in _done:
             continue
@@ -63,7 +63,7 @@ def warm_up(users: Callable[[], object] | None, is_interrupted: Callable[[], boo
             if is_interrupted():
                 raise
             _done.append(part)  # before the log line, or an interruption between both would repeat it
-            words = "%s failed: this spare waits all the same, and may be late with its first step"
+            words = "%s failed: this spare keeps waiting, and may be late with its first step"
             log.warning(words, "warm_up" if part is users else "warming torch", exc_info=error)
             forget_frames(error)
         else:
@@ -71,7 +71,7 @@ def warm_up(users: Callable[[], object] | None, is_interrupted: Callable[[], boo
 
 
 def announce_cuda(store: Operations) -> None:
-    """Writes for the replacements of lost processes that CUDA is in use. Without CUDA it does nothing."""
+    """Notes, for the replacements of lost processes, that CUDA is in use. Without CUDA it does nothing."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         write_text(store, keys.CUDA, str(torch.cuda.device_count()))
 
@@ -80,7 +80,7 @@ def make_context_early(store: Operations, incarnation: int) -> None:
     """Creates the context of the device that ``LOCAL_RANK`` names, in a thread, if the job uses CUDA.
 
     A replacement does this before it joins, while the survivors may still be aborting. It does nothing if it
-    sees another number of devices than they do: then the function chooses the visible devices.
+    sees a different number of devices: then the function chooses the visible devices.
 
     Args:
         store: the job's store, to which `announce_cuda` writes.
@@ -120,15 +120,15 @@ def _import() -> None:
 
 
 def import_lazy_modules() -> None:
-    """Imports what torch imports only at its first use."""
+    """Imports the modules that torch imports only at their first use."""
     before = set(os.environ)
     try:
         with torch.device("cpu"):  # torch 2.6's compiler computes while it is imported
             for name in _LAZY_MODULES:
                 importlib.import_module(name)
     finally:
-        # The compiler's import sets where its cache is, and torch sets it again on use. Other new variables
-        # are another thread's.
+        # The compiler's import sets the path of its cache, and torch sets it again on use. Other new
+        # variables are another thread's.
         for name in {name for name in os.environ if "TORCHINDUCTOR" in name} - before:
             del os.environ[name]
 
@@ -152,7 +152,7 @@ def _train() -> None:
 
 
 def _reduce_alone() -> None:
-    """Reduces a number by NCCL without other ranks, since NCCL loads its kernels with the first group.
+    """Reduces a number with NCCL without other ranks, since NCCL loads its kernels with the first group.
 
     On an H100 the first group costs 0.48 s, later ones 0.06 s.
     """
@@ -162,10 +162,10 @@ def _reduce_alone() -> None:
 
 
 def _device() -> torch.device | None:
-    """The device on which this process will train; None if it is not known.
+    """The device on which this process will train; None if unknown.
 
-    A torch that is built for GPUs queries them in the first backward pass, even on the CPU. That would be too
-    early before the function has chosen its device, since it may still set which devices are visible.
+    A torch built for GPUs queries them in the first backward pass, even on the CPU. That would be too early
+    before the function has chosen its device, since it may still set which devices are visible.
     """
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return torch.device("cuda", torch.cuda.current_device())

@@ -117,4 +117,4 @@ def test_the_wrapper_chooses_ranks_and_a_group_of_the_users_own_is_used(job: Job
 def test_another_group_than_the_kept_one(job: Job) -> None:
     job.start(1, asks, "another")
     (said,) = job.wait()
-    assert "ask for the same in each iteration" in said
+    assert "pass the same in each iteration" in said

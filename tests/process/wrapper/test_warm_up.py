@@ -285,7 +285,7 @@ def test_nccls_failure_is_logged_once_and_the_spare_waits(
         _warm_up.warm_up(None, lambda: False)
     assert reduced == ["1 on cuda"]
     [record] = caplog.records
-    assert "warming torch failed: this spare waits all the same" in record.message
+    assert "warming torch failed: this spare keeps waiting" in record.message
 
 
 def test_what_comes_after_the_imports_waits_for_a_thread_that_starts_late(
