@@ -26,18 +26,18 @@ from . import folders
 __getattr__ = _names.of_module(__name__, {"Checkpoint.step": folders.step_of}, {"step_of": "Checkpoint.step"})
 log = logging.getLogger(__name__)
 
-_SEEN_WITHIN = 10.0  # seconds for which a server may keep from a host what another host has written
-_PAUSE = 0.1  # seconds between two looks: a file that a server shows late has no event
+_SEEN_WITHIN = 10.0  # seconds within which a file server shows a host what another host has written
+_PAUSE = 0.1  # seconds between two looks: no event announces a file that a server shows late
 
 
 @dataclasses.dataclass
 class _Kept:
-    """What a process keeps over iterations.
+    """State that a process keeps across iterations.
 
     Attributes:
         run: the number of the job's run.
-        iteration: the one in which it was used last.
-        named: what was passed over and is not named again.
+        iteration: the iteration that last used it.
+        named: skipped paths that were already logged.
     """
 
     run: int | None = None
@@ -47,11 +47,11 @@ class _Kept:
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A sealed checkpoint. It is path-like: ``torch.load`` and ``dcp.load(checkpoint_id=)`` take it as it is.
+    """A sealed checkpoint. It is path-like: ``torch.load`` and ``dcp.load(checkpoint_id=)`` accept it.
 
     Args:
         path: the file or folder.
-        step: the number that it was sealed with.
+        step: the step that it was sealed with.
     """
 
     path: Path
@@ -77,7 +77,7 @@ class Checkpoint:
 class Checkpoints:
     """A job's checkpoints in a folder: where to write, which are complete, which one to continue from.
 
-    Make it in the wrapped function in each iteration, on all active ranks; no process group is needed::
+    Make it in the wrapped function in each iteration, on all active ranks; it needs no process group::
 
         checkpoints = Checkpoints(call_wrapper, "checkpoints")
         if (newest := checkpoints.newest()) is not None:
@@ -89,20 +89,20 @@ class Checkpoints:
 
     Each iteration writes into its own folder. A checkpoint counts once it is sealed: by `seal`; by the
     ``.metadata`` that ``torch.distributed.checkpoint`` writes last; or because it is a single file, which was
-    written beside and renamed.
+    written under another name and renamed.
 
     Args:
-        call_wrapper: what the wrapped function was given.
-        root: the folder, made if it is not there. The same on all ranks, and on a file system that all share.
-            All ranks make several `Checkpoints` in the same order.
-        keep: so many sealed checkpoints of this job stay; `seal` removes older ones.
+        call_wrapper: the wrapped function's `CallWrapper`.
+        root: the folder, created if it does not exist. The same on all ranks, on a file system that all
+            share. All ranks make several `Checkpoints` in the same order.
+        keep: the number of sealed checkpoints of this job to keep; `seal` removes older ones.
         timeout: seconds, or a ``timedelta``, for which a rank waits for the others. By default the wrapper's
             ``barrier_timeout``.
 
     Raises:
-        JobAbort: what would come again in each iteration: an argument is not right, or this iteration has a
-            `Checkpoints` of the folder already.
-        BarrierTimeout: active rank 0 did not come.
+        JobAbort: an error that would recur in each iteration: an argument is wrong, or this iteration already
+            has a `Checkpoints` of the folder.
+        BarrierTimeout: active rank 0 did not arrive.
         OSError: the folder cannot be used, or is not the one that active rank 0 sees.
     """
 
@@ -129,7 +129,7 @@ class Checkpoints:
         self._sealed: set[int] = set()  # steps
         self._kept: _Kept = services.kept.setdefault(f"checkpoints in {self.root}", _Kept())
         if self._kept.iteration == self._iteration:
-            raise JobAbort(f"root={str(self.root)!r}: there is a Checkpoints of it already; use that one")
+            raise JobAbort(f"root={str(self.root)!r}: there is already a Checkpoints of it; use that one")
         others = [one for one in services.kept.values() if isinstance(one, _Kept) and one is not self._kept]
         self._number = sum(one.iteration == self._iteration for one in others)
         self._kept.iteration = self._iteration
@@ -146,16 +146,16 @@ class Checkpoints:
         written next to it and then renamed.
 
         Args:
-            step: of the training, from 0.
+            step: the training step, from 0.
 
         Raises:
-            TypeError: the step is no whole number.
-            ValueError: it is negative, or was sealed in this iteration: what is sealed must not change.
-            OSError: the folder above it cannot be made.
+            TypeError: the step is not a whole number.
+            ValueError: it is negative, or was sealed in this iteration: a sealed checkpoint must not change.
+            OSError: the parent folder cannot be created.
         """
         step = as_int("step", step, at_least=0)
         if step in self._sealed:
-            raise ValueError(f"step={step} was sealed in this iteration already; save a step once")
+            raise ValueError(f"step={step} was already sealed in this iteration; save a step once")
         above = folders.iteration_folder(self.root, self._run, self._iteration)
         above.mkdir(parents=True, exist_ok=True)
         return above / f"checkpoint-{step}"
@@ -163,15 +163,15 @@ class Checkpoints:
     def seal(self, step: int) -> None:
         """Seals the checkpoint of a step once all ranks have written it; then removes old ones.
 
-        All active ranks call it, in their main thread, each after it has written its part. Waits for all.
+        All active ranks call it, in their main thread, each after it has written its part. It waits for all.
 
         Args:
-            step: what ``path`` was called with.
+            step: the argument of ``path``.
 
         Raises:
-            TypeError: the step is no whole number.
+            TypeError: the step is not a whole number.
             ValueError: it is negative.
-            BarrierTimeout: not all ranks came in time; the message names those that are missing.
+            BarrierTimeout: not all ranks arrived in time; the message names the missing ones.
             FileNotFoundError: nothing was written.
             OSError: on active rank 0, if it cannot write the seal; that restarts all ranks.
             RuntimeError: the iteration for which this was made is over.
@@ -194,14 +194,14 @@ class Checkpoints:
         self._sealed.add(step)
 
     def newest(self) -> Checkpoint | None:
-        """The newest sealed checkpoint of all iterations: of this job, else of all that used the folder.
+        """The newest sealed checkpoint of all iterations: of this job, else of any job that used the folder.
 
         None if there is none.
 
-        Active rank 0 looks, and all active ranks get its answer. Needs no process group.
+        Active rank 0 looks, and all active ranks get its answer. It needs no process group.
 
         Raises:
-            BarrierTimeout: active rank 0 did not come.
+            BarrierTimeout: active rank 0 did not arrive.
             OSError: this rank does not see what active rank 0 has found.
             RuntimeError: the iteration for which this was made is over.
         """
@@ -223,7 +223,7 @@ class Checkpoints:
     # ---- the job's part of the folder
 
     def _enter(self) -> int:
-        """The number of the job's run: active rank 0 finds or begins it."""
+        """The number of the job's run, which active rank 0 finds or begins."""
         said = keys.barrier("Checkpoints", f"{self._number}/run")  # by number: the roots may differ
         if self._rank == 0:
             job_store = self._call_wrapper.services.store
@@ -238,8 +238,8 @@ class Checkpoints:
             run, job, root = json.loads(self._hear(said, f"Checkpoints in {self.root}"))
             if root != str(self.root):
                 raise JobAbort(
-                    f"Checkpoints: active rank {self._rank} names root={str(self.root)!r}, active rank 0 "
-                    f"{root!r}: give all ranks the same absolute path, and make several in one order"
+                    f"Checkpoints: active rank {self._rank} has root={str(self.root)!r}, active rank 0 has "
+                    f"{root!r}: give all ranks the same absolute path, and make several in the same order"
                 )
             if run != self._kept.run:
                 path = self.root / f"run-{run}"
@@ -251,25 +251,25 @@ class Checkpoints:
 
     def _look(self) -> Checkpoint | None:
         found = folders.look(self.root)
-        # Another job that uses the folder now may have a higher run.
+        # Another job that now uses the folder may have a higher run.
         sealed = [entry for entry in found.sealed if entry.run == self._run] or found.sealed
         for path, why in {**found.others, **{e.path: e.lacks for e in found.entries if e.lacks}}.items():
             if path not in self._kept.named:
                 self._kept.named.add(path)
-                log.debug("checkpoints: %s is passed over: %s", path, why)
+                log.debug("checkpoints: %s is skipped: %s", path, why)
         if sealed:
-            log.info("checkpoints: goes on from %s", sealed[0].path)
+            log.info("checkpoints: continues from %s", sealed[0].path)
             return Checkpoint(sealed[0].path, sealed[0].step)
         torn = len(found.entries)
         level = logging.WARNING if torn else logging.INFO
-        more = f"; {torn} without a seal passed over" if torn else ""
+        more = f"; {torn} without a seal skipped" if torn else ""
         log.log(level, "checkpoints: none is sealed in %s, starts from the beginning%s", self.root, more)
         return None
 
     def _remove_old(self) -> None:
-        """What fails to go is said, and tried again at the next seal."""
-        # Seen after the seal: each later iteration, however late this goes on, looks when that is there. So
-        # what is older than that is not being read.
+        """Removes old checkpoints. Failures are logged, and retried at the next seal."""
+        # Checked after the seal: each later iteration, however late this runs, looks when the seal exists. So
+        # no iteration reads older checkpoints.
         if self._call_wrapper.services.has_failed():
             return
         own = folders.look(self.root, only=self._run)
@@ -283,11 +283,11 @@ class Checkpoints:
     # ---- other ranks
 
     def _say(self, key: str, text: str) -> None:
-        """What active rank 0 says."""
+        """Publishes active rank 0's answer."""
         self._call_wrapper.store.execute([Write({key: text}), Notify(f"{key}/wake", "")])
 
     def _hear(self, key: str, what: str) -> str:
-        """What it has said."""
+        """Waits for active rank 0's answer."""
         store = self._call_wrapper.store
         if store.wait_for(f"{key}/wake", self._timeout.total_seconds()) is None:
             missing = f"missing ranks [0] of {self._size}"
@@ -310,7 +310,7 @@ class Checkpoints:
 
 @contextlib.contextmanager
 def for_good(who: str) -> Iterator[None]:
-    """Ends the call where a wrong argument would come again in each iteration; ``who`` takes it."""
+    """Ends the call for a wrong argument of ``who``, which would recur in each iteration."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -326,5 +326,5 @@ def _check_arguments(call_wrapper: object, root: object) -> Path:
         raise ValueError("root='' must name a folder")
     path = Path(os.path.abspath(root))
     if path.exists() and not path.is_dir():
-        raise ValueError(f"root={os.fspath(root)!r} is no folder; name one, which need not be there yet")
+        raise ValueError(f"root={os.fspath(root)!r} is not a folder; name one, which need not exist yet")
     return path

@@ -1,11 +1,11 @@
-"""What is in a folder of checkpoints: where each one is, which are sealed, which may go.
+"""The contents of a checkpoint folder: where each checkpoint is, which are sealed, which may be removed.
 
-``root/run-2/iteration-7/checkpoint-120`` is what the second job that used the folder has written in iteration
-7 at step 120. The newest one is that of the highest run, then iteration, then step: what an earlier iteration
-still writes is never the newest.
+``root/run-2/iteration-7/checkpoint-120`` was written by the second job that used the folder, in iteration 7
+at step 120. The newest checkpoint has the highest run, then iteration, then step: late writes of an earlier
+iteration are never the newest.
 
-A job writes and removes in its own run alone. So jobs that use the folder at the same time leave each other's
-checkpoints as they are.
+A job writes and removes only in its own run. So jobs that use the folder at the same time leave each other's
+checkpoints alone.
 """
 
 import contextlib
@@ -18,13 +18,13 @@ import shutil
 import stat
 from pathlib import Path
 
-#: In a folder that all ranks have written; put there by ``seal``.
+#: In a folder that all ranks have written; written by ``seal``.
 SEAL = ".sealed"
-#: What ``torch.distributed.checkpoint`` writes last.
+#: The file that ``torch.distributed.checkpoint`` writes last.
 DCP_METADATA = ".metadata"
-#: What a run has beside its iterations: the name of its job.
+#: The file in a run, next to its iterations, with the name of its job.
 JOB_FILE = "job"
-#: What the name of a single file, or of a framework's folder, may end with.
+#: Suffixes of a single file, or of a framework's folder.
 SUFFIXES = ("", ".pt", ".pth", ".ckpt", ".safetensors")
 
 _NUMBER = r"(0|[1-9][0-9]*)"
@@ -36,14 +36,14 @@ _REMOVED = ".removed-"
 
 @dataclasses.dataclass(frozen=True, order=True)
 class FoundCheckpoint:
-    """A checkpoint, whole or not; the greater, the newer.
+    """A checkpoint, complete or not; the greater, the newer.
 
     Args:
         run: the number of the job among those that used the folder.
-        iteration: of that job.
-        step: of that iteration.
+        iteration: the job's iteration.
+        step: the step in that iteration.
         path: where it is.
-        lacks: what it lacks to be sealed; empty if it is.
+        lacks: what it lacks to be sealed; empty if it is sealed.
     """
 
     run: int
@@ -55,12 +55,12 @@ class FoundCheckpoint:
 
 @dataclasses.dataclass
 class Found:
-    """What a look has found.
+    """The result of a look.
 
     Args:
-        entries: the checkpoints, the newest first.
-        others: what else there is, and why it is none, by path.
-        removed: what was being removed when the process died that did so.
+        entries: the checkpoints, newest first.
+        others: other paths, each with why it is not a checkpoint.
+        removed: checkpoints whose removal was cut short by the process's death.
     """
 
     entries: list[FoundCheckpoint] = dataclasses.field(default_factory=list)
@@ -69,12 +69,12 @@ class Found:
 
     @property
     def sealed(self) -> list[FoundCheckpoint]:
-        """The sealed ones, the newest first."""
+        """The sealed checkpoints, newest first."""
         return [entry for entry in self.entries if not entry.lacks]
 
 
 def iteration_folder(root: Path, run: int, iteration: int) -> Path:
-    """Where an iteration writes, and no other one."""
+    """The folder in which only this iteration writes."""
     return root / f"run-{run}" / f"iteration-{iteration}"
 
 
@@ -84,7 +84,7 @@ def run_numbers(root: Path) -> list[int]:
 
 
 def job_of(root: Path, run: int) -> str:
-    """The job whose run it is; empty if that cannot be read."""
+    """The job of a run; empty if it cannot be read."""
     with contextlib.suppress(OSError):
         return (root / f"run-{run}" / JOB_FILE).read_text(errors="replace").strip()
     return ""
@@ -95,13 +95,13 @@ def enter_run(root: Path, job: str) -> int:
 
     Args:
         root: the folder.
-        job: the job's name, which no other one has.
+        job: the job's unique name.
 
     Raises:
         OSError: the folder cannot be written to.
     """
     numbers = run_numbers(root)
-    # The highest: a process that was paused before it could say which run it had begun may yet go on.
+    # The highest: a process that was paused before it could publish the run it had begun may still go on.
     found = next((number for number in reversed(numbers) if job_of(root, number) == job), None)
     if found is not None:
         return found
@@ -119,10 +119,10 @@ def step_of(path: str | os.PathLike[str]) -> int:
     """The step of a checkpoint, by its name.
 
     Args:
-        path: what `Checkpoints.path` has returned.
+        path: the result of `Checkpoints.path`.
 
     Raises:
-        ValueError: it is no checkpoint's name.
+        ValueError: it is not a checkpoint's name.
     """
     found = _CHECKPOINT.fullmatch(os.path.basename(os.fspath(path)))
     if found is None:
@@ -131,7 +131,7 @@ def step_of(path: str | os.PathLike[str]) -> int:
 
 
 def look(root: Path, only: int | None = None) -> Found:
-    """Looks for all checkpoints below the folder. What cannot be read is among the others.
+    """Looks for all checkpoints below the folder. Unreadable paths are among ``others``.
 
     Args:
         root: the folder.
@@ -173,7 +173,7 @@ def _lacks(path: Path) -> str:
     """What a checkpoint lacks to be sealed; empty if it is."""
     try:
         about = os.stat(path)
-        if stat.S_ISREG(about.st_mode):  # it was written beside, and renamed
+        if stat.S_ISREG(about.st_mode):  # it was written under another name, and renamed
             return "" if about.st_size else "it is empty"
         if not stat.S_ISDIR(about.st_mode):
             return "it is neither a file nor a folder"
@@ -188,11 +188,11 @@ def _lacks(path: Path) -> str:
 
 
 def seal(root: Path, path: Path) -> None:
-    """Seals what was written for a step, so that it is still sealed after a crash of the machine.
+    """Seals a step's checkpoint, so that it stays sealed even if the machine crashes.
 
     Args:
         root: the folder of all checkpoints.
-        path: what ``path`` has returned. A single file may have a suffix.
+        path: the result of ``path``. A single file may have a suffix.
 
     Raises:
         FileNotFoundError: nothing was written there.
@@ -209,13 +209,13 @@ def seal(root: Path, path: Path) -> None:
             os.replace(unfinished, each / SEAL)
             sync(each)
     for above in path.parents:
-        sync(above)  # or the names on the way to it may be lost
+        sync(above)  # otherwise the names on the path to it may be lost
         if above == root:
             break
 
 
 def write_through(path: Path, text: str) -> None:
-    """Writes a small file down to the disk."""
+    """Writes a small file and flushes it to disk."""
     with open(path, "w") as file:
         file.write(text)
         file.flush()
@@ -223,33 +223,33 @@ def write_through(path: Path, text: str) -> None:
 
 
 def sync(folder: Path) -> None:
-    """Makes sure that the names in a folder are on the disk."""
+    """Flushes the names in a folder to disk."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # not every file system can
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # not every file system supports it
             raise
     finally:
         os.close(fd)
 
 
 def too_many(own: Found, keep: int, iteration: int) -> list[Path]:
-    """What may be removed: old sealed ones, and what earlier iterations have left without a seal.
+    """The checkpoints that may be removed: old sealed ones, and unsealed ones of earlier iterations.
 
-    What this iteration has not sealed yet stays.
+    Checkpoints that this iteration has not sealed yet stay.
 
     Args:
-        own: what is in the caller's run.
-        keep: so many sealed ones stay; at least 1.
-        iteration: the caller's.
+        own: the contents of the caller's run.
+        keep: the number of sealed checkpoints to keep; at least 1.
+        iteration: the caller's iteration.
     """
     torn = [entry.path for entry in own.entries if entry.lacks and entry.iteration < iteration]
     return [*(entry.path for entry in own.sealed[keep:]), *torn]
 
 
 def remove(path: Path) -> None:
-    """Removes a checkpoint: first its name, so that a half of it is never taken for the whole.
+    """Removes a checkpoint. It is renamed first, so that a partial one is never mistaken for a complete one.
 
     Raises:
         OSError: it cannot be removed.
@@ -271,5 +271,5 @@ def remove_empty(root: Path, run: int, iteration: int) -> None:
     for path in _children(root / f"run-{run}", Found()):
         found = _ITERATION.fullmatch(path.name)
         if found and int(found[1]) < iteration:
-            with contextlib.suppress(OSError):  # something is in it
+            with contextlib.suppress(OSError):  # it is not empty
                 path.rmdir()

@@ -112,11 +112,11 @@ def test_rank_0_looks_and_all_are_given_its_answer_and_what_is_passed_over_is_na
     job.tell("look")
     assert job.wait() == [[1], [1]]
     for line in (
-        f"{above}/checkpoint-2 is passed over: it is not sealed",
-        f"{root}/notes is passed over: no run",
+        f"{above}/checkpoint-2 is skipped: it is not sealed",
+        f"{root}/notes is skipped: no run",
     ):
         assert job[0].log.count(line) == 1, job[0].log
-    assert f"goes on from {above}/checkpoint-1" in job[0].log
+    assert f"continues from {above}/checkpoint-1" in job[0].log
 
 
 # ---- what is sealed, and what is not
@@ -165,7 +165,7 @@ def test_a_seal_that_does_not_come_is_a_fault_like_others_and_seals_nothing(job:
     job.tell("fail", 1)
     assert job.wait() == [None] * 3
     assert folders.look(root).sealed == []
-    assert "none is sealed in" in job[0].log and "1 without a seal passed over" in job[0].log
+    assert "none is sealed in" in job[0].log and "1 without a seal skipped" in job[0].log
     assert "OSError: [Errno 28] No space left on device" in job[0].log
     logs = "".join(job[slot].log for slot in range(3))
     assert f"seal(2) in {root}, seal 1' timed out after 0:00:01: missing ranks [1] of 3" in logs
@@ -233,7 +233,7 @@ def test_a_seal_is_written_to_its_end_or_not_at_all_and_who_is_late_removes_noth
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"root": ""}, "root='' must name a folder"),
     ({"root": 7}, "root=7 must be a path: a str or a pathlib.Path"),
-    ({"root": __file__}, "is no folder; name one, which need not be there yet"),
+    ({"root": __file__}, "is not a folder; name one, which need not exist yet"),
     ({"root": "r", "keep": 0}, "keep=0 is too small; it must be at least 1"),
     ({"root": "r", "keep": "3"}, "keep='3' must be an int, not str"),
     ({"root": "r", "timeout": 0}, "timeout=0 must be more than 0 seconds"),
@@ -282,10 +282,10 @@ def test_misuse_is_told_with_the_way_out_and_bad_arguments_end_the_job(job: Job,
     kinds = [*["RuntimeError"] * 2, *["ValueError"] * 2, "TypeError", "FileNotFoundError"]
     assert [words.partition(":")[0] for words in said] == kinds
     assert "make one in the function, in each iteration" in said[0]
-    assert "step=1 was sealed in this iteration already; save a step once" in said[2]
+    assert "step=1 was already sealed in this iteration; save a step once" in said[2]
     job.wait_for_end()
     assert job[0].error == "JobAbort"
-    assert job[0].text.endswith("already; use that one")
+    assert job[0].text.endswith("there is already a Checkpoints of it; use that one")
 
 
 def sees_another_folder(rank: Rank, root: str) -> Any:
@@ -326,7 +326,7 @@ def test_ranks_that_name_different_folders_end_the_job_at_once(job: Job, tmp_pat
     roots = [[str(tmp_path / name) for name in names] for names in (["a", "b"], ["a", "a/../c"])]
     job.start(2, names_roots, roots)
     job.wait_for_end()
-    text = f"active rank 1 names root={str(tmp_path / 'c')!r}, active rank 0 {str(tmp_path / 'b')!r}"
+    text = f"active rank 1 has root={str(tmp_path / 'c')!r}, active rank 0 has {str(tmp_path / 'b')!r}"
     assert text in job[1].text
     assert [process.error for process in job.ranks.values()] == ["JobEnded", "JobAbort"]
 
