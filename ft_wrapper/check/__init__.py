@@ -1,6 +1,6 @@
-"""What may go wrong on this machine, found before a job runs.
+"""Finds what may go wrong on this machine, before a job runs.
 
-``ftrun --check`` prints it; in a job rank 0 logs it, once.
+``ftrun --check`` prints the findings; in a job rank 0 logs them, once.
 """
 
 import contextlib
@@ -29,11 +29,11 @@ log = logging.getLogger(__name__)
 _GROUP_TIMEOUT = timedelta(minutes=10)  # where torch was built without NCCL
 _TIME_ERROR = 5  # of adjtimex
 _TIMEX_SIZE = 512  # bytes, more than its struct has
-# torch's names for one variable, the one that counts first.
+# torch's names for one variable, the one that takes precedence first.
 _ASYNC_ERRORS = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")
 _RETHROW = ("TORCH_NCCL_RETHROW_CUDA_ERRORS",)
 _DUMP = ("TORCH_NCCL_DUMP_ON_TIMEOUT",), ("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",)
-#: What the wrapper sets to 0 during a call unless it is set: torch's watchdog leaves NCCL's errors alone.
+#: Set to 0 by the wrapper during a call unless the user set them: torch's watchdog ignores NCCL's errors.
 WATCHDOG = (_ASYNC_ERRORS, _RETHROW, *_DUMP)
 _FLIGHT_RECORDER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 _FALSE = ("0", "f", "false", "n", "no")  # as torch reads them
@@ -42,10 +42,10 @@ _LEAST_NCCL = (2, 26, 2)
 _HANGS = ((2, 28, 3), (2, 28, 8))  # the first and the last version
 _HEARTBEAT_TIMEOUT = 480.0  # torch's default, in seconds
 _SLOW_LOOKUP = 0.05  # seconds; a name service nearby answers within a few milliseconds
-_LEAST_SHARED_MEMORY = 64 << 20  # bytes; all that a container has where no one asked for more
-_FILES = 128  # of a rank that is alone, and for each further rank: a connection in each of some groups
+_LEAST_SHARED_MEMORY = 64 << 20  # bytes; a container's default
+_FILES = 128  # of a single rank; below, for each further rank: a connection in each of a few groups
 _FILES_OF_A_PEER = 4
-_RELEASED = 1_767_225_600.0  # 2026, in seconds: no clock that is right shows an earlier time
+_RELEASED = 1_767_225_600.0  # 2026, in seconds: no correct clock shows an earlier time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Finding:
     """Something that will, or may, go wrong.
 
     Args:
-        what: what was found.
+        what: the finding.
         why: why it matters.
         remedy: what to set.
     """
@@ -74,7 +74,7 @@ Findings = Iterator[Finding]
 
 
 def nccl_version(version: Sequence[int]) -> Findings:
-    """NCCL whose abort hangs."""
+    """A version of NCCL whose abort hangs."""
     text, found = ".".join(map(str, version)), tuple(version)
     if found < _LEAST_NCCL:
         yield Finding(f"NCCL {text}", "aborting a communicator may hang", "use 2.26.2 or newer")
@@ -103,13 +103,13 @@ def async_errors(environ: Mapping[str, str]) -> Findings:
     """A watchdog that ends the process, or aborts while a restart does. Unset, the wrapper sets it to 0."""
     name = _first(environ, _ASYNC_ERRORS)
     if environ.get(name, "0") != "0":
-        what = "aborts communicators beside the restart" if environ[name] == "2" else "ends the process"
+        what = "aborts communicators during the restart" if environ[name] == "2" else "ends the process"
         why = f"on an NCCL error or timeout torch's watchdog {what}"
         yield Finding(_shown(environ, name), why, f"unset it, or set {name}=0")
 
 
 def heartbeat(environ: Mapping[str, str], hard_timeout: float) -> Findings:
-    """A monitor of torch's that ends a hung process before ours does."""
+    """A torch monitor that ends a hung process before ours does."""
     name, switch = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "TORCH_NCCL_ENABLE_MONITORING"
     try:
         seconds = float(environ.get(name, _HEARTBEAT_TIMEOUT))
@@ -142,7 +142,7 @@ def flight_recorder(environ: Mapping[str, str]) -> Findings:
 
 
 def open_files(limit: int, world_size: int) -> Findings:
-    """Too few files for a rank."""
+    """Too few open files for a rank."""
     needed = _FILES + _FILES_OF_A_PEER * world_size
     if limit < needed:
         why = f"a rank of {world_size} may need {needed}: a connection to each peer in each group is one"
@@ -150,15 +150,15 @@ def open_files(limit: int, world_size: int) -> Findings:
 
 
 def shared_memory(free: int | None) -> Findings:
-    """A /dev/shm that is nearly full, that a container has by default, or that is not there."""
+    """A /dev/shm that is nearly full, has a container's default size, or does not exist."""
     if free is None or free <= _LEAST_SHARED_MEMORY:
         what = "no /dev/shm" if free is None else f"{free >> 20} MiB free in /dev/shm"
-        why = "data loaders and NCCL keep what they share there, and die by SIGBUS where it is full"
+        why = "data loaders and NCCL share memory there, and die of SIGBUS if it is full"
         yield Finding(what, why, "empty it, or give the container more: --shm-size=8g, or a memory volume")
 
 
 def clock(now: float, is_synchronized: bool, nodes: int) -> Findings:
-    """A clock that is wrong, or that drifts away from the other nodes'."""
+    """A clock that is wrong, or drifts away from the other nodes'."""
     remedy = "run chrony or systemd-timesyncd"
     if now < _RELEASED:
         what = f"the clock says {time.strftime('%Y-%m-%d', time.gmtime(now))}"
@@ -169,7 +169,7 @@ def clock(now: float, is_synchronized: bool, nodes: int) -> Findings:
 
 
 def gloo_interface(environ: Mapping[str, str], present: Collection[str]) -> Findings:
-    """An interface for gloo that is not there."""
+    """An interface for gloo that does not exist."""
     name = "GLOO_SOCKET_IFNAME"
     missing = [one for one in environ.get(name, "").split(",") if one and one not in present]
     if missing:
@@ -177,7 +177,7 @@ def gloo_interface(environ: Mapping[str, str], present: Collection[str]) -> Find
 
 
 def nccl_interface(environ: Mapping[str, str], present: Collection[str]) -> Findings:
-    """An interface for NCCL that is not there. It takes prefixes; ``=``: whole names, ``^``: all others."""
+    """An interface for NCCL that does not exist. It takes prefixes; ``=``: whole names, ``^``: all others."""
     name = "NCCL_SOCKET_IFNAME"
     text = environ.get(name, "")
     excludes, text = text.startswith("^"), text.removeprefix("^")
@@ -192,10 +192,10 @@ def own_name(name: str, addresses: Collection[str], environ: Mapping[str, str], 
     """A host name by which gloo gives other nodes an address that they cannot reach.
 
     Args:
-        name: this host's.
-        addresses: what it is looked up to; none if it cannot be.
+        name: this host's name.
+        addresses: the addresses of that name; none if it cannot be looked up.
         environ: the variables.
-        nodes: how many the job has; alone, the loopback will do.
+        nodes: number of the job's nodes; a single node may use the loopback.
     """
     is_asked = nodes > 1 and not environ.get("GLOO_SOCKET_IFNAME")
     if is_asked and all(ipaddress.ip_address(one).is_loopback for one in addresses):
@@ -206,11 +206,11 @@ def own_name(name: str, addresses: Collection[str], environ: Mapping[str, str], 
 
 
 def reverse_lookup(host: str, seconds: float) -> Findings:
-    """The name of a store's address takes long to look up.
+    """A store's address whose name takes long to look up.
 
     Args:
-        host: of the store.
-        seconds: how long it took.
+        host: the store's host.
+        seconds: how long the look-up took.
     """
     if seconds >= _SLOW_LOOKUP:
         why = "torch asks for a peer's name at each new connection to a store, so restarts may take as long"
@@ -219,7 +219,7 @@ def reverse_lookup(host: str, seconds: float) -> Findings:
 
 
 def _first(environ: Mapping[str, str], names: Sequence[str]) -> str:
-    """Of torch's names for one variable the one that counts."""
+    """The one of torch's names for a variable that takes effect."""
     return next((name for name in names if name in environ), names[0])
 
 
@@ -245,13 +245,13 @@ def preflight(
     nodes: int | None = None,
     world_size: int | None = None,
 ) -> list[Finding]:
-    """Looks at this machine. Does not initialize CUDA; a lookup of this host's name may take a while.
+    """Checks this machine. Does not initialize CUDA; looking up this host's name may take a while.
 
     Args:
         environ: the variables that the ranks will have.
         hard_timeout: the wrapper's, in seconds.
-        nodes: how many the job has; what the environment says when None.
-        world_size: the number of ranks; the same.
+        nodes: number of the job's nodes; from the environment when None.
+        world_size: number of ranks; from the environment when None.
     """
     nodes = nodes or max(_number(environ, "GROUP_WORLD_SIZE"), _number(environ, "SLURM_JOB_NUM_NODES"))
     present = [name for _, name in socket.if_nameindex()]
@@ -279,13 +279,13 @@ def preflight(
 
 
 def has_cuda() -> bool:
-    """Whether torch was built with CUDA and NCCL, and sees a GPU. Does not stand in the way of forks."""
+    """Whether torch was built with CUDA and NCCL, and sees a GPU. Does not prevent later forks."""
     is_built = torch.version.cuda is not None and torch.distributed.is_nccl_available()
     return is_built and torch.cuda.device_count() > 0
 
 
 def _installed_nccl() -> tuple[int, ...]:
-    # torch's own answer is what it was compiled with; another package may have been installed since.
+    # torch reports the version it was compiled with; another package may have been installed since.
     for package in ("nvidia-nccl-cu13", "nvidia-nccl-cu12"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError, ValueError):
             return tuple(map(int, importlib.metadata.version(package).split(".")[:3]))
@@ -304,7 +304,7 @@ def _free_shared_memory() -> int | None:
 
 
 def _is_clock_synchronized() -> bool:
-    """What the kernel thinks; True where it does not say."""
+    """The kernel's view; True if it gives none."""
     return bool(ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(_TIMEX_SIZE)) != _TIME_ERROR)
 
 
@@ -320,11 +320,11 @@ _was_asked = False
 
 
 def log_once(hard_timeout: float, *, is_wanted: bool) -> threading.Thread | None:
-    """Logs the findings at the first call in this process, in a thread: to look up a name may take seconds.
+    """Logs the findings at the first call in this process, in a thread: looking up a name may take seconds.
 
     Args:
         hard_timeout: the wrapper's, in seconds.
-        is_wanted: whether this is the process of the job that logs them.
+        is_wanted: whether this is the process that logs them for the job.
     """
     global _was_asked
     is_first, _was_asked = not _was_asked, True

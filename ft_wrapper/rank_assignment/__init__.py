@@ -1,9 +1,9 @@
 """Rank assignments: plug-ins that give each process its rank, active or spare.
 
 They run on every rank before every iteration. Before the first iteration the state holds the ranks of the
-job, and no rank is terminated. At a restart the state holds the ranks of the iteration that ended, and some
-of them are gone. After the last plug-in the ranks are 0 … world size - 1 and the active ranks 0 … active
-world size - 1, each once.
+job, and no rank is terminated. At a restart the state holds the ranks of the iteration that ended, some of
+them lost. After the last plug-in the ranks are 0 … world size - 1 and the active ranks 0 … active world
+size - 1, each once.
 """
 
 import abc
@@ -36,7 +36,7 @@ class RankAssignmentCtx:
     Args:
         state: the rank's state.
         store: a store for the iteration that is about to begin.
-        terminated_ranks: the ranks of ``state``'s world that are gone.
+        terminated_ranks: the ranks of ``state``'s world that are lost.
         exchanges: number of exchanges over ``store`` so far, from which each gets its name, the same on all
             ranks.
     """
@@ -66,7 +66,7 @@ class RankAssignment(abc.ABC):
         A plug-in that closes the gaps of terminated ranks also empties ``ctx.terminated_ranks``.
 
         Args:
-            ctx: the rank's state, and the ranks that are gone.
+            ctx: the rank's state, and the lost ranks.
 
         Returns:
             The context with the new state.
@@ -95,7 +95,7 @@ class MaxActiveWorldSize(RankFilter):
         max_active_world_size: the most active ranks; None for no limit.
 
     Raises:
-        TypeError: it is no int.
+        TypeError: it is not an int.
         ValueError: it is below 1.
     """
 
@@ -119,7 +119,7 @@ class ActiveWorldSizeDivisibleBy(RankFilter):
         divisor: the number.
 
     Raises:
-        TypeError: it is no int.
+        TypeError: it is not an int.
         ValueError: it is below 1.
     """
 
@@ -145,7 +145,7 @@ class ShiftRanks(RankAssignment):
 
 
 class FillGaps(RankAssignment):
-    """Closes the gaps of terminated ranks with the highest ranks; the others keep theirs.
+    """Closes the gaps of terminated ranks with the highest ranks; the other ranks stay.
 
     ``0 X 2 3 X X 6 7`` becomes ``0 6 2 3 7``.
     """
@@ -164,10 +164,10 @@ class FillGaps(RankAssignment):
 class ReplicaGroups(RankAssignment):
     """Makes complete replicas active, each of ``size`` consecutive ranks; the others are hot spares.
 
-    For a state in shards, as with HSDP: rank r holds shard ``r % size``. Survivors in complete replicas keep
-    their ranks, and so their shards. A gap is filled by a rank behind the complete replicas: one that held
-    the same shard, else a spare, else any other. ``0 1 | X 3 | 4 X``, of size 2, becomes ``0 1 | 4 3``. With
-    fewer ranks than a replica, no rank is active, as in `ActiveWorldSizeDivisibleBy`.
+    For sharded state, as with HSDP: rank r holds shard ``r % size``. Survivors in complete replicas keep
+    their ranks, and so their shards. A rank behind the complete replicas fills a gap: one that held the same
+    shard, else a spare, else any other. ``0 1 | X 3 | 4 X``, of size 2, becomes ``0 1 | 4 3``. With fewer
+    ranks than a replica, no rank is active, as in `ActiveWorldSizeDivisibleBy`.
 
     To keep spares, use ``Compose(MaxActiveWorldSize(4), ReplicaGroups(2))``, with a multiple of ``size``.
 
@@ -175,7 +175,7 @@ class ReplicaGroups(RankAssignment):
         size: the number of ranks in a replica.
 
     Raises:
-        TypeError: it is no int.
+        TypeError: it is not an int.
         ValueError: it is below 1.
     """
 
@@ -191,7 +191,7 @@ class ReplicaGroups(RankAssignment):
 
 
 class FilterCountGroupedByKey(RankAssignment):
-    """Marks groups of ranks as terminated, by their number of healthy ranks. Another plug-in removes them.
+    """Marks groups of ranks as terminated, by their number of healthy ranks. Another plug-in closes the gaps.
 
     For example, to use nodes of 8 GPUs as a whole or not at all::
 
@@ -229,7 +229,7 @@ class FilterCountGroupedByKey(RankAssignment):
 
         Raises:
             RuntimeError: ``condition`` raised.
-            ft_wrapper.store.BarrierTimeout: not all ranks came in time.
+            ft_wrapper.store.BarrierTimeout: not all ranks arrived in time.
         """
         if ctx.state.rank in ctx.terminated_ranks:
             return ctx  # already marked, so it does not count
@@ -249,12 +249,11 @@ class Tree(RankAssignment):
     """Assigns ranks by a tree of branches, such as racks and nodes.
 
     The ranks are the leaves, under one layer of branches per `Layer`. At the start they become active in
-    depth-first order, as far as ``max_ranks`` of all their branches allows; the others are the reserve. At a
-    restart:
+    depth-first order, up to ``max_ranks`` of all their branches; the others are the reserve. At a restart:
 
     1. Every branch with fewer than ``min_ranks`` healthy ranks is terminated, small branches first.
     2. A lost active rank is replaced by a reserve rank of the nearest enclosing branch that has one, if this
-       branch and all branches below it have `LayerFlag.RESERVE`. The rank that last became reserve is taken
+       branch and all branches below it have `LayerFlag.RESERVE`. The rank that became reserve last is taken
        first, and a new process last, since it is cold. A new process in the lost rank's own place counts as
        lost, and becomes reserve.
     3. Remaining gaps in branches with `LayerFlag.BACKFILL` are filled by the highest active ranks of the
@@ -301,7 +300,7 @@ class Tree(RankAssignment):
             RankDiscarded: this rank's branch has too few healthy ranks left.
             RuntimeError: ranks have different keys in the first layer, or ``world_size_filter`` raised or
                 returned no number from 0 to its argument.
-            ft_wrapper.store.BarrierTimeout: not all ranks came in time.
+            ft_wrapper.store.BarrierTimeout: not all ranks arrived in time.
         """
         _surviving_rank(ctx)
         state = ctx.state
@@ -348,7 +347,7 @@ def activate_if_unsaid(ctx: object, rank: int | None, world_size: int) -> State:
         world_size: the world size before the assignment.
 
     Raises:
-        InternalError: the result is no `RankAssignmentCtx`.
+        InternalError: the result is not a `RankAssignmentCtx`.
     """
     if not isinstance(ctx, RankAssignmentCtx):
         raise InternalError(f"rank_assignment must return the RankAssignmentCtx that it got; it gave {ctx!r}")
@@ -380,7 +379,7 @@ def _move(ctx: RankAssignmentCtx, rank: int) -> RankAssignmentCtx:
 
 
 def _active_so_far(state: State) -> int:
-    """The number of ranks that earlier filters have left active; without such filters, of all ranks."""
+    """The number of ranks that earlier filters left active; without such filters, of all ranks."""
     if state.active_world_size is None:
         return state.world_size
     return min(state.active_world_size, state.world_size)

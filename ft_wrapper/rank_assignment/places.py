@@ -1,4 +1,4 @@
-"""Which places ranks take: pure functions of the ranks that arrive, or that are lost.
+"""The places that ranks take: pure functions of the ranks that arrive, or are lost.
 
 In a `Tree` ranks are leaves. Each `Layer` groups them into branches, the first layer into a single branch. A
 leaf is named by its slot (the initial rank). A branch is named by its path: the numbers of the branches from
@@ -6,9 +6,9 @@ below the first layer down to it. Numbers grow in the order in which branches ap
 by path are in depth-first order.
 
 A lost rank sends nothing, but its former place decides which rank takes over. So every rank keeps the
-*table*, with one row per leaf, sends it, and gets a new one back. The rank that computes finds all it needs
-in what the ranks send, no matter which rank is lost and which one computed before. Columns of mostly regular
-numbers compress well: a few hundred bytes for thousands of ranks.
+*table*, with one row per leaf, sends it, and gets a new one back. The computing rank finds everything it
+needs in the ranks' messages, whichever rank is lost and whichever one computed before. Columns of mostly
+regular numbers compress well: a few hundred bytes for thousands of ranks.
 """
 
 import base64
@@ -47,7 +47,7 @@ class Layer:
             limit.
         key_or_fn: the key; ranks with the same key (and the same branch above) form a branch. A string, or a
             function of the rank's `State` that returns one.
-        flag: how ranks of the branch replace its lost ranks; None if they do not.
+        flag: how ranks of the branch replace its lost ranks; None if they don't.
 
     Raises:
         TypeError: an argument has a wrong type.
@@ -98,7 +98,7 @@ class Arrival:
     Args:
         slot: the rank's slot (initial rank).
         keys: the rank's key in each layer.
-        table: the table that the rank got last; None if the rank is new.
+        table: the table that the rank last got; None if the rank is new.
     """
 
     slot: int
@@ -115,9 +115,9 @@ class RankPlace:
         active_rank: the new active rank; None for the reserve.
         world_size: number of ranks.
         active_world_size: number of active ranks.
-        table: the new table, to be sent the next time.
+        table: the new table, to send next time.
         why: why the rank is discarded; empty if it is not.
-        came_as: the rank's former number, if this is the first table and the tree's order differs; else None.
+        came_as: the rank's former number, if this is the first table and the tree's order differs; or None.
     """
 
     rank: int | None
@@ -140,7 +140,7 @@ class _Leaf:
         reserve_order: order of joining the reserve: the higher, the later.
         rank: its rank before the assignment.
         came: whether it has arrived.
-        warm: whether its process was there before; a new process, in an old leaf or in a new one, is cold.
+        warm: whether its process existed before; a new process, in an old or a new leaf, is cold.
         why: why it is terminated, though it has arrived; empty if it is not.
     """
 
@@ -170,7 +170,7 @@ def arrange(
     Args:
         layers: the layers, from the single branch of all ranks down to the smallest branches.
         world_size_filter: how many active ranks to keep, given their number; None to keep all.
-        arrivals: what each rank has sent, by its former rank.
+        arrivals: each rank's message, by its former rank.
 
     Raises:
         ValueError: the ranks do not share the first layer's key, or ``world_size_filter`` returned no number
@@ -253,7 +253,7 @@ def _admit(leaves: list[_Leaf], arrivals: dict[int, Arrival], depth: int) -> set
 def _filtered(world_size_filter: Callable[[int], int], most: int) -> int:
     wanted = world_size_filter(most)
     if isinstance(wanted, bool) or not isinstance(wanted, int) or not 0 <= wanted <= most:
-        raise ValueError(f"world_size_filter({most}) returned {wanted!r}, which is no int from 0 to {most}")
+        raise ValueError(f"world_size_filter({most}) returned {wanted!r}, not an int from 0 to {most}")
     return wanted
 
 
@@ -277,7 +277,7 @@ class _Tree:
         leaf.active_rank, leaf.reserve_order = None, self.last_order
 
     def activate(self, newcomers: Iterable[_Leaf]) -> None:
-        """Gives new leaves the next active ranks, as far as all their branches have room."""
+        """Gives new leaves the next active ranks, while all their branches have room."""
         taken = Counter[tuple[int, ...]]()  # number of active ranks by branch
         for leaf in self.leaves:
             if leaf.active_rank is not None:
@@ -309,11 +309,11 @@ class _Tree:
         """Puts reserve ranks into the places of lost ranks, the youngest of the nearest branch first.
 
         Args:
-            lost: ranks that are gone, and ranks whose process is new and cold, which become reserve.
+            lost: lost ranks, and ranks whose process is new and cold, which become reserve.
             warm: whether to take warm reserve ranks, or cold ones.
 
         Returns:
-            The lost ranks that nobody replaces.
+            The lost ranks without a replacement.
         """
         reserves: dict[tuple[int, ...], list[_Leaf]] = {}
 
@@ -391,7 +391,7 @@ def _encode(leaves: Sequence[_Leaf]) -> str:
     for leaf in leaves:
         active_rank = _NOT_ACTIVE if leaf.active_rank is None else leaf.active_rank
         rows.append((leaf.slot, active_rank, leaf.reserve_order, *leaf.path))
-    # The differences between rows: neighbours mostly differ in the same way, so these compress better.
+    # The differences between rows compress better, since neighbours mostly differ in the same way.
     columns = [
         [value - before for before, value in itertools.pairwise((0, *column))]
         for column in zip(*rows, strict=True)
@@ -422,7 +422,7 @@ def fill_holes(size: int, world_size: int, active_world_size: int, lost: Collect
     """Closes the gaps so that as few active ranks as possible have to receive a shard.
 
     Ranks behind the complete replicas fill the holes in them; all other survivors stay. Ranks that hold the
-    hole's shard come first: perhaps nobody else still holds it, and as spares they would take no part in a
+    hole's shard come first: perhaps no other rank still holds it, and as spares they would take no part in a
     recovery. The highest ranks come next, which are spares if there are any.
 
     Args:
@@ -430,7 +430,7 @@ def fill_holes(size: int, world_size: int, active_world_size: int, lost: Collect
         world_size: world size of the iteration that ended.
         active_world_size: number of active ranks of that iteration. Ranks below it hold the shard of their
             rank; the others are spares.
-        lost: the ranks that are gone.
+        lost: the lost ranks.
 
     Returns:
         The survivors' new ranks, by their old ones.
