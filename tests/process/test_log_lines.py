@@ -154,7 +154,7 @@ def test_what_is_not_known_is_left_out_and_a_traceback_is_in_the_line() -> None:
 def test_a_format_that_there_is_not_is_said_and_the_lines_are_text() -> None:
     said = stderr_of("log.warning('one')", FT_WRAPPER_LOG_FORMAT="xml", GROUP_RANK="0", RANK="1")
     assert [re.sub(TIME, "TIME", line) for line in said] == [
-        "WTIME [0/1] FT_WRAPPER_LOG_FORMAT=xml: use text or json; the lines are text",
+        "WTIME [0/1] FT_WRAPPER_LOG_FORMAT=xml: use text or json; log lines are text",
         "WTIME [0/1] one",
     ]
 

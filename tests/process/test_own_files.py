@@ -18,7 +18,7 @@ from ft_wrapper.agent.outputs import Tail, opened
 from ft_wrapper.run import main
 from ft_wrapper.testing.etcd_server import free_port
 
-WAY_OUT = "name a regular file of this user, no link"
+WAY_OUT = "name a regular file of this user, not a link"
 OTHER = 12345  # a user
 
 

@@ -190,7 +190,7 @@ def test_what_is_no_plain_function_is_refused() -> None:
         (asynchronous_generator, "asynchronous_generator.*wrap a plain function"),
         *[(each, "is a coroutine or generator function") for each in (trainer, trainer.__call__)],
         (functools.partial(coroutine), "is a coroutine or generator function"),
-        (Trainer, r"Trainer.* is a class: .* wrap the function or the method"),
+        (Trainer, r"Trainer.* is a class: .* wrap a function or method"),
     ]
     for decorate in (Wrapper, Wrapper(), Wrapper(enabled=False)):
         for function, words in refused:
