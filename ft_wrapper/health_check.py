@@ -71,7 +71,7 @@ class CudaHealthCheck(_OfGpu):
         timeout: how long the GPU may take to finish: a ``timedelta`` or seconds.
 
     Raises:
-        TypeError: ``timeout`` is no duration.
+        TypeError: ``timeout`` is not a duration.
         ValueError: ``timeout`` is not positive.
     """
 
@@ -96,7 +96,7 @@ class GpuHealthCheck(_OfGpu):
 
     Raises:
         ImportError: the package ``nvidia-ml-py`` is missing.
-        TypeError: ``timeout`` is no duration.
+        TypeError: ``timeout`` is not a duration.
         ValueError: ``timeout`` is not positive.
     """
 
@@ -145,7 +145,7 @@ class FaultCounter(HealthCheck):
         max_rank_faults: how many faults are tolerated; None: no limit.
 
     Raises:
-        TypeError: ``max_rank_faults`` is no int.
+        TypeError: ``max_rank_faults`` is not an int.
         ValueError: ``max_rank_faults`` is negative.
     """
 

@@ -24,7 +24,7 @@ class RetryController(Initialize):
         min_active_world_size: the fewest active ranks to go on with.
 
     Raises:
-        TypeError: an argument is no int.
+        TypeError: an argument is not an int.
         ValueError: ``max_iterations`` is below 1, or another argument is below 0.
     """
 

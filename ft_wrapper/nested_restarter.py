@@ -31,7 +31,7 @@ class _Announcement:
         special_rank: the initial rank that writes the line.
 
     Raises:
-        TypeError: ``special_rank`` is no int.
+        TypeError: ``special_rank`` is not an int.
         ValueError: ``special_rank`` is negative.
     """
 

@@ -55,7 +55,7 @@ def as_int(name: str, value: Any, at_least: int) -> int:
     """Returns a whole number, checked.
 
     Raises:
-        TypeError: it is no whole number.
+        TypeError: it is not a whole number.
         ValueError: it is less than ``at_least``.
     """
     with contextlib.suppress(TypeError):  # a tensor may have no index, though its class has the method
@@ -75,7 +75,7 @@ def as_seconds(name: str, value: Any, *, from_zero: bool = False) -> float:
     """Returns a duration, given as ``timedelta`` or in seconds, in seconds.
 
     Raises:
-        TypeError: it is no duration.
+        TypeError: it is not a duration.
         ValueError: it is infinite, negative, or 0 where that is not allowed.
     """
     words = "a timedelta or a number of seconds"

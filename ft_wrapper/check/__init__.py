@@ -219,7 +219,7 @@ def reverse_lookup(host: str, seconds: float) -> Findings:
 
 
 def _first(environ: Mapping[str, str], names: Sequence[str]) -> str:
-    """The one of torch's names for a variable that takes effect."""
+    """The name of a variable that takes effect, of torch's names for it."""
     return next((name for name in names if name in environ), names[0])
 
 

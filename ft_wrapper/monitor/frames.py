@@ -1,4 +1,4 @@
-"""Frames and tracebacks: what a thread is doing, in words, and what an exception keeps alive.
+"""Frames and tracebacks: describes what a thread is doing, and frees what an exception keeps alive.
 
 The monitor can also ask from outside the process, even while the rank holds the GIL: on a signal, Python's
 ``faulthandler`` writes the stack of the main thread into a pipe. It does so in the signal's handler, in C,

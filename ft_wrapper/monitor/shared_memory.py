@@ -182,7 +182,7 @@ class RankMemory(ctypes.Structure):
         """Blocks until the rank's thread has ended or has closed its memory. Returns whether it has ended.
 
         Any number of watchers, at once or in turn, get the same answer. No signal ends the wait (not even a
-        Ctrl-C in a main thread), so it mostly needs a thread of its own.
+        Ctrl-C in a main thread), so it mostly needs its own thread.
         """
         try:
             _pthread("mutex_lock", ctypes.byref(self))

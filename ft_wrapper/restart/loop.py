@@ -40,7 +40,7 @@ class Hang:
         place: the innermost line of the user's code: the hang's signature.
         since: when the function stopped making progress, in monotonic seconds.
         is_cause: whether the hang is why the iteration ended.
-        after: the ranks that had returned and waited for this one, in words; empty if there were none.
+        after: describes the ranks that had returned and waited for this one; empty if there were none.
     """
 
     words: str
@@ -343,7 +343,7 @@ def check_assigned(state: State) -> None:
             "that happens"
         )
     if state.mode not in (Mode.ACTIVE, Mode.INACTIVE) or active is None or active > size:
-        words = "rank_assignment must make each rank ACTIVE or INACTIVE, and count no more than there are"
+        words = "rank_assignment must make each rank ACTIVE or INACTIVE, and at most world_size ACTIVE"
         raise exception.InternalError(f"{words}; it gave {state}")  # the others would wait for missing ranks
 
 

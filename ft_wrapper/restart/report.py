@@ -41,7 +41,7 @@ class RestartReport:
 
     Args:
         iteration: number of the iteration that begins.
-        cause: what ended the one before, in words: ``rank 2 (slot 2 on node7 pid 4711) died``.
+        cause: describes what ended the previous one: ``rank 2 (slot 2 on node7 pid 4711) died``.
         interruption: the kind of fault; None if nothing failed and a process joined.
         lost_slots: the initial ranks whose processes are lost.
         joined_slots: the initial ranks whose processes are new.
@@ -49,14 +49,14 @@ class RestartReport:
         recompiled_ranks: the active ranks that will recompile.
         active_world_size: number of ranks that call the function.
         world_size: number of all ranks, spares included.
-        seconds: from the end of the iteration before until the last active rank was back.
+        seconds: from the end of the previous iteration until the last active rank was back.
         phases: this rank's own seconds, by the names in ``ftrun report``: ``abort``, ``leave``, ``arrive``,
             ``decide``, ``enter``. A process that joined knows only the last one.
         culprit_slots: the initial ranks of the likeliest cause; empty if no rank is to blame.
         replacements: the new processes that took the rank of a lost one.
         excluded: describes the slot or host that is excluded after too many faults, or that should be but
             stays; empty if none.
-        step: the last step that this rank had reported (``call_wrapper.step``) when the iteration before
+        step: the last step that this rank had reported (``call_wrapper.step``) when the previous iteration
             ended; None if it had reported none, as on a spare and in a process that joined.
     """
 

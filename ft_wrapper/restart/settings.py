@@ -80,7 +80,7 @@ class Limits(RareLimits):
         warm_up: run without arguments on each spare while it waits, once per process: for work that would
             slow down its first step (caches, kernels, files). No collectives, because no other rank takes
             part. Before it, and also when None, a spare does the work that torch leaves to the first step. If
-            the spare is needed, the function is interrupted, and runs again at the next wait. Its errors are
+            the spare is needed, the warm-up is interrupted, and runs again at the next wait. Its errors are
             logged, and the spare keeps waiting. False: no warm-up.
 
     Raises:

@@ -67,7 +67,7 @@ def is_this_host(host: str) -> bool:
     """Whether a name or address leads to this host; False if the name cannot be looked up."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
-    except (OSError, UnicodeError):  # UnicodeError for text that is no host name
+    except (OSError, UnicodeError):  # UnicodeError for text that is not a host name
         return False
     return any(_is_own(family, address) for family, _, _, _, address in found)
 
@@ -76,7 +76,7 @@ def why_unknown(host: str) -> str:
     """Why a host's name or address cannot be looked up here; empty if it can."""
     try:
         socket.getaddrinfo(without_brackets(host), None)
-    except (OSError, UnicodeError) as error:  # UnicodeError for text that is no host name
+    except (OSError, UnicodeError) as error:  # UnicodeError for text that is not a host name
         return f"unknown: {getattr(error, 'strerror', None) or error}"
     return ""
 

@@ -285,8 +285,8 @@ def _probe(host_name: str, port: int, seconds: float) -> None:
 
 # Loss of power on the host ----------------------------------------------------------------------------------
 #
-# The kernel ends calls on connections to such a host. It sends neither FIN nor RST, and torch's client reads
-# without a timeout. So a call would last as long as the kernel retransmits: 15 minutes, or forever in a call
+# The kernel ends calls on connections to such a host, which sends neither FIN nor RST. torch's client reads
+# without a timeout, so a call would last as long as the kernel retransmits: 15 minutes, or forever in a call
 # that waits. A living host acknowledges packets even if the server is busy or stopped. So only silence of the
 # host shows that it is lost.
 
