@@ -2,10 +2,10 @@
 
 Agents use `handler`, configured by `settings`, on one of the `backends`. Below: `record` (what the nodes
 agree on), `moves` and `operations` (all decisions, pure), `executor` and `register` (carry out decisions on a
-store), `presence` (heartbeats and watching). Beside: `drains`.
+store), `presence` (heartbeats and watching). Separate: `drains`.
 
 Stock ``torchrun --rdzv-backend=ft`` finds `get_handler` by the entry point group ``torchrun.handlers``. It
-loads this file while torch's own rendezvous is half imported, so nothing of torch's is imported here.
+loads this file while torch's own rendezvous is half imported, so it imports nothing from torch.
 """
 
 from collections.abc import Callable

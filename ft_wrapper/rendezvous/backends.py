@@ -1,6 +1,6 @@
 """Where the record is kept: on a TCPStore that a node hosts, or in etcd; below it, the workers' stores.
 
-Etcd outlives all nodes, so the stores of wrapped ranks are there, too. Otherwise a node hosts them.
+Etcd outlives all nodes, so wrapped ranks keep their stores there, too. Otherwise a node hosts them.
 """
 
 import abc
@@ -103,7 +103,7 @@ class TcpBackend(Backend):
         name: its name for ``--rdzv-backend``.
 
     Raises:
-        RendezvousConnectionError: nobody answers, or this node must host the store and the port is taken.
+        RendezvousConnectionError: no store answers, or this node must host the store and the port is taken.
         ValueError: the endpoint is malformed.
     """
 
@@ -132,7 +132,7 @@ class TcpBackend(Backend):
         except StoreError as error:
             self.close()
             raise elastic.RendezvousConnectionError(
-                f"--rdzv-endpoint {self._where}: {error}; is the node that it names up?"
+                f"--rdzv-endpoint {self._where}: {error}; is the node it names up?"
             ) from error
         except BaseException:
             self.close()
@@ -144,7 +144,7 @@ class TcpBackend(Backend):
         except StoreError as error:
             if required or self.port == 0 or isinstance(error.__cause__, socket.gaierror):
                 raise elastic.RendezvousConnectionError(
-                    f"--rdzv-endpoint {self._where}: this node must host the store, and cannot: "
+                    f"--rdzv-endpoint {self._where}: this node must host the store but cannot: "
                     f"{error.__cause__}; choose another address or port, or let another node host it"
                 ) from error
             log.debug("%s is taken: another node of this machine hosts the store", self._where)
@@ -180,7 +180,7 @@ class TcpBackend(Backend):
 
 
 class EtcdBackend(Backend):
-    """Keeps the record in etcd, under a prefix of the job's own, with one lease on all keys.
+    """Keeps the record in etcd, under the job's own prefix, with one lease for all keys.
 
     Args:
         address: address of the job's keys.
@@ -207,7 +207,7 @@ class EtcdBackend(Backend):
         store.patience = read_timeout
         store.set_timeout(timedelta(seconds=read_timeout))
         self._store = store
-        # torch's C++ part of a store calls the Python part, which must stay alive for that.
+        # The C++ part of a store calls its Python part, which must stay alive for that.
         self._agents_stores: list[Store] = []
 
     def connect(self) -> StoreMixin:
@@ -247,7 +247,7 @@ def make_backend(parameters: elastic.RendezvousParameters) -> Backend:
 
     Raises:
         ValueError: a parameter is wrong; names it and says what to do.
-        RendezvousConnectionError: nobody answers at the endpoint, or the port is taken.
+        RendezvousConnectionError: no store answers at the endpoint, or the port is taken.
     """
     name, seconds = parameters.backend, read_timeout(parameters)
     if name in ETCD_NAMES:
@@ -257,7 +257,7 @@ def make_backend(parameters: elastic.RendezvousParameters) -> Backend:
 
 # The store of the workers -----------------------------------------------------------------------------
 #
-# The store is new in each round, so that it has no keys of earlier rounds. The node of group rank 0 hosts it,
+# Each round gets a new store, without keys of earlier rounds. The node of group rank 0 hosts it,
 # and the other nodes read its address from the rendezvous store.
 
 
@@ -281,8 +281,8 @@ def host_workers_store(address: str, port: int = 0) -> TorchTCPStore:
         return serve(address, port, _WORKERS_TIMEOUT)
     except OSError as error:
         raise elastic.RendezvousConnectionError(
-            f"the store of the workers cannot be opened at {address}: {error}; give an address of this node "
-            "that the others reach with --local-addr"
+            f"the store of the workers cannot be opened at {address}: {error}; set --local-addr to an "
+            "address of this node that the others can reach"
         ) from error
 
 
@@ -316,7 +316,7 @@ class WorkerStores:
         return elastic.RendezvousStoreInfo(address, hosted.port)
 
     def find(self, store: StoreMixin, record: RendezvousRecord) -> elastic.RendezvousStoreInfo | None:
-        """Waits for the address of the store that another node opens; None if the round is lost before.
+        """Waits for the address of the store that another node opens; None if the round is lost first.
 
         Args:
             store: a client of the rendezvous store.
@@ -330,7 +330,7 @@ class WorkerStores:
         if record.policy is RoundPolicy.GROUP:
             self.close()
         deadline, limit = store.now() + self._settings.join_timeout, self._settings.keep_alive_timeout
-        # A caller that is interrupted leaves this client waiting, and needs another one to give up its place.
+        # An interrupted caller leaves this client waiting, and needs another client to give up its place.
         own = self._backend.connect()
         try:
             while call_in_thread(lambda: own.wait_for(wake, limit), "waiting for the workers' store") is None:
@@ -339,7 +339,7 @@ class WorkerStores:
                 if store.now() >= deadline:
                     raise elastic.RendezvousTimeoutError(
                         f"node {record.seats[0].occupant}, which has group rank 0 in round {record.round} of "
-                        f"the rendezvous {self._settings.run_id!r}, has not opened the store of the workers "
+                        f"the rendezvous {self._settings.run_id!r}, did not open the workers' store "
                         f"within {self._settings.join_timeout:g} s"
                     )
         finally:
@@ -347,7 +347,7 @@ class WorkerStores:
         text = read(store, key) or ""
         address, port = split_host_port(text)
         if not address or not port.isdecimal():
-            raise elastic.RendezvousStateError(f"store key {key!r} holds {text!r}, which is no address")
+            raise elastic.RendezvousStateError(f"store key {key!r} holds {text!r}, which is not an address")
         return elastic.RendezvousStoreInfo(address, int(port))
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Drains: which ranks they are about, and whether enough would be left."""
+"""Drains: which ranks they affect, and whether enough would be left."""
 
 from collections.abc import Collection
 
@@ -10,7 +10,7 @@ from .record import Drain, Node, RendezvousRecord, RoundPolicy, Seat
 
 
 class Refused(ValueError):
-    """What was asked of a running job is not done: too few would be left, or the job is over; says why."""
+    """A request to a running job is refused: too few would be left, or the job is over; says why."""
 
 
 def find(record: RendezvousRecord, target: str, within: float, why: str = "") -> Drain:
@@ -49,7 +49,7 @@ def request(
         record: the record of the nodes.
         asked: the drain.
         slots: slots of all living ranks; empty if no wrapped job has formed.
-        min_world_size: fewest ranks that the job goes on with.
+        min_world_size: fewest ranks with which the job goes on.
 
     Raises:
         Refused: too few would be left, or the job is over.

@@ -30,7 +30,7 @@ class Executor:
 
     Args:
         node: the node.
-        register: the record, through a client that nobody else uses.
+        register: the record, through a client of its own.
         settings: timeouts and options.
 
     Attributes:
@@ -92,7 +92,7 @@ class Executor:
     def sweep(self) -> None:
         """Does what a dead node may have left undone.
 
-        That is to notify the others of a change, and to take the log into the record: while a node is only in
+        It notifies the other nodes of a change, and takes the log into the record: while a node is only in
         the log, no node watches it.
         """
         record = self.register.read()
@@ -107,14 +107,14 @@ class Executor:
         """Raises RendezvousError if the node's options differ, or a newer agent has its id."""
         if differing := differences(record.options, self._options):
             raise elastic.RendezvousError(
-                f"node {self.node} was started with other options than the job at this endpoint: "
-                f"{'; '.join(differing)}; start all nodes with the same, or use another endpoint"
+                f"node {self.node} was started with different options from the job at this endpoint: "
+                f"{'; '.join(differing)}; start all nodes with the same options, or use another endpoint"
             )
         other = record.find(self.node.id)
         if other is not None and other.incarnation > self.node.incarnation:
             raise elastic.RendezvousError(
                 f"node id {self.node.id!r}: this agent was superseded by another one with the same id, at "
-                f"{other.address or 'an unknown address'}; give each node an id of its own"
+                f"{other.address or 'an unknown address'}; give each node its own id"
             )
 
     # Running ---------------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ class Executor:
             # The node was evicted. Its heart thread may not have noticed yet that the store is back.
             self.keep_alive()
         admission = Admission(self.node, context.leaving, digest(self._options))
-        # Set before the append: a caller that is interrupted meanwhile has an admission to take back.
+        # Set before the append: a caller interrupted meanwhile still has an admission to take back.
         self._announced = Announced(record.epoch, record.folded + 1, self.store.now())
         number = self.register.announce(record.epoch, admission)
         self._announced = Announced(record.epoch, number, self.store.now())
@@ -220,9 +220,9 @@ class Executor:
         least = "at least " if record.min_nodes < record.max_nodes else ""
         out = ", ".join(f"node {one.node} ({one.reason})" for one in record.quarantine)
         return elastic.RendezvousTimeoutError(
-            f"{len(came)} of {least}{record.min_nodes} nodes came to round {record.round} of the rendezvous "
+            f"{len(came)} of {least}{record.min_nodes} nodes joined round {record.round} of the rendezvous "
             f"{self._run_id!r} within {timeout:g} s: {', '.join(map(str, came))}{_missing(record, came)}"
-            f"{out and f'; kept out: {out}'}; see whether the others run, and reach this endpoint"
+            f"{out and f'; kept out: {out}'}; check that the others run and reach this endpoint"
         )
 
 
@@ -230,7 +230,7 @@ class Executor:
 
 
 def await_predecessor(register: RecordRegister, node_id: str, settings: RendezvousSettings) -> None:
-    """Waits until no living agent has this id, which the caller has from a scheduler.
+    """Waits until no living agent has this id, which the caller got from a scheduler.
 
     A scheduler gives the same id to a pod that replaces a lost one, and to a process of a second job step.
     There is nothing to wait for if the old agent has left, was evicted, or ran here and has ended.

@@ -131,7 +131,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
                 elif (found := self._workers.find(presence.store, record)) is not None:
                     workers = found
                 else:
-                    continue  # the round is lost before it has begun
+                    continue  # the round was lost before it began
                 what = (self.settings.run_id, self.node, seat.group_rank, size, record.round)
                 log.info("job %s: node %s has group rank %d of %d in round %d", *what)
                 return elastic.RendezvousInfo(self.agents_store(), seat.group_rank, size, workers)
@@ -149,7 +149,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
         """Closes the rendezvous for all nodes. The first reason and result are kept.
 
         Args:
-            reason: why it is closed, for the agents; empty if the ranks came to their own end.
+            reason: why it is closed, for the agents; empty if the ranks ended on their own.
             result: how the job has ended, for the agents.
         """
 
@@ -186,7 +186,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
         A node that was never in a round, or was evicted, only leaves: it must not end the others' job.
 
         Args:
-            result: how the job has ended, for agents that come late.
+            result: how the job has ended, for late agents.
 
         Returns:
             Whether the other nodes were notified.
@@ -208,7 +208,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
         finally:
             self._end()
 
-    # What our agent asks for beside ------------------------------------------------------------------------
+    # What only our agent asks for --------------------------------------------------------------------------
 
     @store_errors()
     def begin(self) -> Presence:
@@ -276,7 +276,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
                 with store_errors():
                     self.board.check()
                     self._presence.give_up()
-                    self._presence.release()  # a node that has left is in no quarantine
+                    self._presence.release()  # a node that has left is not in quarantine
         finally:
             self._end()
 
@@ -353,7 +353,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
     def _tidy_up(self, presence: Presence) -> None:
         """Once the rendezvous is closed, the last node removes the store's contents, unless a node hosts it.
 
-        Not if a node was lost: if it comes back, it must not find an empty store and begin again.
+        Not if a node was lost: if it comes back, it must not find an empty store and start over.
         """
         record = self.record
         if self.backend.hosts_workers or record is None or not record.closed:
@@ -374,7 +374,7 @@ def create_handler(parameters: elastic.RendezvousParameters) -> FtRendezvousHand
 
     Raises:
         ValueError: a parameter is unknown or wrong; names it and says what to do.
-        RendezvousConnectionError: nobody answers at the endpoint, or the port is taken.
+        RendezvousConnectionError: no store answers at the endpoint, or the port is taken.
     """
     return FtRendezvousHandler(*read_parameters(parameters), make_backend(parameters))
 

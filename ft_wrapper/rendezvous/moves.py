@@ -110,7 +110,7 @@ def may_evict(record: RendezvousRecord, node: Node, silent: Iterable[Node]) -> b
 
     The node must be in the record. Under policy ``rank``, where an eviction is evidence of the death of all
     ranks of the silent node, the evicting node must have a seat. A spare may evict only if all nodes with
-    seats are silent; otherwise the job would wait for ever.
+    seats are silent; otherwise the job would wait forever.
     """
     if record.closed or record.place_of(node) is None:
         return False
@@ -183,7 +183,7 @@ def _admit(record: RendezvousRecord, admission: Admission) -> RendezvousRecord:
     node = admission.node
     before = record.find(node.id)
     if before is not None and before.incarnation > node.incarnation:
-        return record  # a superseded agent that does not know it yet
+        return record  # a superseded agent that does not know this yet
     record = replace(record, restarts=record.restarts + _is_restart(record, admission, before))
     return _let_in(record, admission, before)
 
@@ -291,9 +291,9 @@ def _replace_node(record: RendezvousRecord, before: Node, node: Node) -> Rendezv
 
 
 def _begin_round(record: RendezvousRecord) -> RendezvousRecord:
-    """All nodes have left the round: the next one forms of the waiting nodes.
+    """All nodes have left the round: the next one forms from the waiting nodes.
 
-    A node that is drained takes part again, and leaves then. Slots have other ranks from now on.
+    A drained node takes part again, and then leaves. Slots have other ranks from now on.
     """
     seats = tuple(map(_new_seat, record.waiting))
     drains = tuple(drain for drain in record.drains if not drain.slots)
@@ -315,7 +315,7 @@ def _seat_all(record: RendezvousRecord) -> RendezvousRecord:
     """Under policy ``rank``: waiting nodes and spares take seats while there is room."""
     candidates = (*(waiting.node for waiting in record.waiting), *record.spares)
     record = replace(record, waiting=(), spares=())
-    # First the nodes that fit an empty seat: with a new seat for them, the empty one would stay empty.
+    # Nodes that fit an empty seat come first: if they got a new seat, the empty one would stay empty.
     for by_fit in (True, False):
         left = []
         for node in candidates:

@@ -1,6 +1,6 @@
 """What a node does next: an operation derives the next action from the record. Pure.
 
-Times are arguments, by the node's own clock; no time of another host counts. An operation is called again
+Times are arguments, by the node's own clock; other hosts' clocks do not count. An operation is called again
 after each action and each change of the record, until it returns `Action.FINISH` or an error.
 """
 
@@ -49,7 +49,7 @@ class Context:
         deadline: when the operation times out, by this node's clock.
         leaving: the round that this node leaves; None if it was in none.
         announced: this node's admission in a log; None if it has appended none.
-        enough_since: since when this node knows of enough nodes for the round; None if it knows too few.
+        enough_since: since when this node has known of enough nodes for the round; None if it knows too few.
         last_call: seconds that a round waits for more nodes once there are enough.
         patience: seconds after which an announced node takes the log into the record itself.
     """
@@ -142,7 +142,7 @@ def is_due(context: Context) -> bool:
     """Whether this node should take the log into the record.
 
     If many nodes start at once, exactly one of them should. Each node knows its number: the node that makes
-    them enough, or the last one, takes the log; so does any node that has waited too long. A wrong guess
+    up the minimum, or the last one, takes the log; so does any node that has waited too long. A wrong guess
     costs one more write or a little delay.
     """
     record = context.record

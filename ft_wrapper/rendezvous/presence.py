@@ -30,7 +30,7 @@ RECONNECTS = 20.0
 #: since torch logs two lines for each wait that times out.
 LOOK_AGAIN = 300.0
 
-# Seconds after which lost nodes are evicted though the store was slow or gone again and again.
+# Seconds after which lost nodes are evicted even if the store was slow or gone repeatedly.
 _LONGEST_HELD = 120.0
 _FRESH = 1.0  # seconds; fewer than `KEPT_VERSIONS` versions are written in that time
 
@@ -76,17 +76,17 @@ def _watching(record: RendezvousRecord) -> set[str]:
 class NodeWatch:
     """Observes whether a node's neighbours live, by the rules of `CounterObserver`.
 
-    Nodes that are lost together, such as a rack, are watched only by the node in front of them. Once the
-    heartbeat of the next node has stood still for more than half of the timeout, that watcher looks at the
-    nodes behind as well, all at once. It keeps looking at nodes whose heartbeats stand still, wherever they
-    are in the record later. While nothing is wrong, each node costs the same.
+    Nodes that are lost together, such as a rack, are watched only by the node in front of them. Once the next
+    node has sent no heartbeat for more than half of the timeout, that watcher also looks at all nodes behind
+    it. It keeps looking at nodes without a heartbeat, wherever they are in the record later. While nothing is
+    wrong, each node costs the same.
 
     After an outage of the store not all nodes are back at the same time: a client may have begun a long
-    attempt to connect just before. So a node that could not look for a while, or has just begun, declares
-    nobody silent until the other nodes have had time to reconnect.
+    attempt to connect just before. So a node that could not look for a while, or has just begun, declares no
+    node silent until the others have had time to reconnect.
 
     Args:
-        store: a client that nobody else uses.
+        store: a client of its own.
         node: the node that watches.
         timeout: seconds without a heartbeat after which a node is silent.
         interval: seconds between two looks, and between two heartbeats.
@@ -127,8 +127,8 @@ class NodeWatch:
         for node in near:
             look(node)
         first = next((node for node in near if node.name in watching), None)
-        # This takes two looks in a row, since the time between two looks counts as half of the timeout at
-        # most. One look is not enough: the intervals of two nodes drift past each other.
+        # This takes two looks in a row, since the time between two looks counts as at most half of the
+        # timeout. One look is not enough: the intervals of two nodes drift past each other.
         if first is not None and still[first] > self._timeout / 2:
             for node in others[len(near) :]:
                 if look(node) and node.name in watching:
@@ -198,7 +198,7 @@ class Watcher(_Keeper):
 
     Args:
         node: the node.
-        register: the record, through a client of the thread's own; its board has a record already.
+        register: the record, through the thread's own client; its board already has a record.
     """
 
     def __init__(self, node: Node, register: RecordRegister) -> None:
@@ -234,7 +234,7 @@ class NodeHeart(_Keeper):
     """Sends a node's heartbeat and evicts silent neighbours, until the rendezvous is closed.
 
     Args:
-        executor: the node's operations, on a client of the thread's own, which the thread closes.
+        executor: the node's operations, on the thread's own client, which the thread closes.
     """
 
     def __init__(self, executor: Executor) -> None:
@@ -324,14 +324,14 @@ class Presence:
     def forget_predecessors(self) -> None:
         """Deletes the heartbeats of earlier agents with this id, which no node watches once this one is in.
 
-        Of the last two agents, since the last one may have ended before it came to this.
+        Of the last two agents, since the last one may have ended before it did this.
         """
         for incarnation in range(max(0, self.node.incarnation - 2), self.node.incarnation):
             before = dataclasses.replace(self.node, incarnation=incarnation)
             self.store.delete_key(alive_key(before.name))
 
     def quarantine(self, reason: str) -> None:
-        """Gives up the node's place, if it has one, and puts the node in quarantine: nobody waits for it.
+        """Gives up the node's place, if it has one, and puts the node in quarantine: no node waits for it.
 
         Args:
             reason: why it is in quarantine, for people.
@@ -371,7 +371,7 @@ class Presence:
         )
 
     def give_up(self) -> None:
-        """Gives up the node's place, also if the thread that was joining has been interrupted."""
+        """Gives up the node's place, even if the thread that was joining has been interrupted."""
         self.executor.exit()
         self.watcher.stop()
         if self.watcher.is_alive() and not self._board.known().closed:

@@ -93,7 +93,7 @@ class Seat:
     was_drained: bool = False
 
     def vacate(self, drains: Iterable["Drain"] = ()) -> "Seat":
-        """The seat once its occupant has left, which these drains may have asked it to."""
+        """The seat once its occupant has left, possibly because one of these drains asked it to."""
         name, address = (self.occupant.name, self.occupant.address) if self.occupant else ("", "")
         asked = {drain.node for drain in drains}
         return dataclasses.replace(self, occupant=None, address=address, was_drained=name in asked)
@@ -189,7 +189,7 @@ class RendezvousRecord(Record):
         round: number of the round that forms or is complete, from 0.
         complete: whether the round has formed.
         closed: whether the rendezvous is over. Final.
-        reason: why it was closed; empty if the ranks came to their own end.
+        reason: why it was closed; empty if the ranks ended on their own.
         result: how the job has ended, for agents; empty if that is not known.
         policy: what a change of membership does.
         formation_size: number of ranks of the last round that formed under `RoundPolicy.GROUP`; nodes that
@@ -201,10 +201,10 @@ class RendezvousRecord(Record):
         seats: all seats, in the order of their group ranks once the round is complete.
         waiting: nodes that wait for the next round, in the order of arrival.
         spares: nodes that wait for a free seat, in the order of arrival.
-        writer: name of the write, unique, by which a node recognizes its own.
+        writer: unique name of the write, by which a node recognizes its own.
         hosted: whether the node of group rank 0 hosts the workers' store; otherwise it outlives all nodes.
         drains: drains of this round, of nodes that are in the record.
-        quarantine: nodes in quarantine, in the order of their ids. Nobody waits for them.
+        quarantine: nodes in quarantine, in the order of their ids. No node waits for them.
         format: version of the text: always written, and read before all else.
     """
 
@@ -264,7 +264,7 @@ class RendezvousRecord(Record):
 
     @property
     def is_full(self) -> bool:
-        """Whether participants and waiting nodes are as many as ``max_nodes``."""
+        """Whether there are ``max_nodes`` participants and waiting nodes."""
         return len(self.participants) + len(self.waiting) >= self.max_nodes
 
 

@@ -89,7 +89,7 @@ class RecordRegister:
     """The record in a store, for one thread.
 
     Args:
-        store: a client that nobody else uses.
+        store: a client of its own.
         initial: the record until one has been written.
         board: gets each record that is read or written; a new board when None.
     """
@@ -103,7 +103,7 @@ class RecordRegister:
         """Reads the record.
 
         Raises:
-            RendezvousStateError: the text is no record.
+            RendezvousStateError: the text is not a record.
         """
         return self._learn(read(self.store, RECORD_KEY) or "")
 
@@ -162,8 +162,8 @@ class RecordRegister:
     def wait(self, version: int, seconds: float) -> RendezvousRecord | None:
         """Waits for the notification of the next version, then reads the record.
 
-        The record is current even if this node was stopped meanwhile. But if the record is `KEPT_VERSIONS`
-        further on already when the wait begins, no notification comes.
+        The record is current even if this node was stopped meanwhile. But if the record is already
+        `KEPT_VERSIONS` ahead when the wait begins, no notification comes.
 
         Returns:
             The record; None if no notification came in time: then the record has to be read.

@@ -23,7 +23,7 @@ NAME = "ft"
 ETCD_NAMES = ("etcd", "ft-etcd")
 ETCD_PORT = 2379
 
-# Options without meaning here: torchrun passes some always, and programs pass those of a TCPStore to any
+# Options without meaning here: torchrun always passes some, and programs pass those of a TCPStore to any
 # backend.
 _IGNORED = frozenset({"timeout", "heartbeat_timeout", "rank", "is_host"})
 
@@ -140,7 +140,7 @@ def read_parameters(parameters: RendezvousParameters) -> tuple[RendezvousSetting
     for name, hint in unknown_options(parameters.backend, config).items():
         raise ValueError(without_secrets(f"--rdzv-conf {name}={config[name]}: unknown option; {hint}"))
     if str(config.get("store_type", "tcp")).strip().lower() != "tcp":
-        raise ValueError(f"--rdzv-conf store_type={config['store_type']}: only tcp is there; leave it out")
+        raise ValueError(f"--rdzv-conf store_type={config['store_type']}: must be tcp; leave it out")
     kinds = {**dict.fromkeys(_SECONDS, float), "keep_alive_max_attempt": int}
     given: Any = {name: _number(kind, name, config[name]) for name, kind in kinds.items() if name in config}
     settings = RendezvousSettings(parameters.run_id, parameters.min_nodes, parameters.max_nodes, **given)
@@ -172,7 +172,7 @@ def read_timeout(parameters: RendezvousParameters) -> float:
 
 
 def unknown_options(backend: str, names: Iterable[str]) -> dict[str, str]:
-    """The options that our rendezvous does not have, each with a hint what may have been meant.
+    """The options that our rendezvous does not have, each with a hint at what may have been meant.
 
     Args:
         backend: the backend's name for ``--rdzv-backend``.

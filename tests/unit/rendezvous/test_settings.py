@@ -137,7 +137,7 @@ def test_first_node_of_a_machine_hosts_the_store_and_the_next_one_uses_it() -> N
 
 def test_endpoints_that_do_not_work() -> None:
     server = TCPStoreServer(0)
-    with pytest.raises(RendezvousConnectionError, match="must host the store, and cannot"):
+    with pytest.raises(RendezvousConnectionError, match="must host the store but cannot"):
         TcpBackend(f"localhost:{server.port}", is_host=True)
     port = server.port
     server.close()
