@@ -52,7 +52,7 @@ KILL_TIMEOUT = 10.0
 STANDBY_TIMEOUT = 300.0
 # A template that ended sooner than this is not tried again.
 STANDBY_SETTLED = 60.0
-# Of this process, for each rank: its connections to the store, if that is here, and what its monitor has.
+# Of this process, per rank: connections to the store, if it is hosted here, and the monitor's files.
 _FILES_OF_A_RANK = 12
 _FILES_OF_ALL = 16  # what the ranks have in common
 
@@ -63,15 +63,15 @@ class Launch:
 
     Args:
         job: what the ranks have in common.
-        program: what each of them runs.
-        policy: what is done about those that fail.
+        program: what each rank runs.
+        policy: what to do about ranks that fail.
         logs_specs: where their streams and errors go.
-        signals: what is forwarded to them, and ends them.
+        signals: signals that are forwarded to them, and end them.
         shutdown_timeout: seconds from a signal that ends ranks to SIGKILL.
-        drain_timeout: seconds for which SIGTERM lets ranks come to their next step; see `Ranks`.
-        forks: whether they are forked from a process that has torch imported, where that is possible.
+        drain_timeout: seconds that SIGTERM gives ranks to reach their next step; see `Ranks`.
+        forks: whether they are forked from a process that has imported torch, where that is possible.
         log_line_prefix: what comes before the lines that are shown; see `Logs`.
-        devices: what the ranks of this node share, where there are more ranks than devices; else 0.
+        devices: number of devices that this node's ranks share, if there are fewer than ranks; else 0.
     """
 
     job: Job
@@ -93,13 +93,13 @@ def run_agent(
 
     Args:
         launch: what it runs, and how.
-        meet: makes this node's part among the others, which does not connect yet.
+        meet: makes this node's `Nodes`, which does not connect yet.
         group: keeps the state of the ranks, for other threads; a new one when None.
-        answer: answers whether the agent is alive, meanwhile.
+        answer: answers health checks meanwhile.
 
     Raises:
         CannotStart: the nodes did not meet, or no rank could be started.
-        OSError: something that ranks need cannot be had.
+        OSError: something that ranks need is not available.
     """
     job = launch.job
     group = group or Group(job.role, job.nproc, job.max_restarts)
@@ -127,7 +127,7 @@ def run_rounds(nodes: Nodes, loop: "Loop", signals: SignalQueue) -> End:
     Args:
         nodes: the others.
         loop: this node's ranks.
-        signals: what ends the job, and what does not.
+        signals: those that end the job, and those that do not.
 
     Raises:
         CannotStart: the first round does not form, or its ranks cannot be started; says why.
@@ -151,7 +151,7 @@ def run_rounds(nodes: Nodes, loop: "Loop", signals: SignalQueue) -> End:
             log.info("%s", error)
             return End(elsewhere=nodes.closed_with())
         except (OSError, StoreError, ValueError, DistError, elastic.RendezvousError) as error:
-            why = str(error) or type(error).__name__  # torch's handlers raise some that say nothing
+            why = str(error) or type(error).__name__  # some errors of torch's handlers have no text
             nodes.leave(f"it could not go on: {why}")
             if is_first:
                 raise CannotStart(why) from error
@@ -171,7 +171,7 @@ def run_rounds(nodes: Nodes, loop: "Loop", signals: SignalQueue) -> End:
 
 
 def _await_others(end: End, nodes: Nodes, signals: SignalQueue) -> End:
-    """This node's ranks have ended for good: what that means for the others, and what they do yet."""
+    """This node's ranks have ended for good: notifies the other nodes, and waits for them if need be."""
     if end.failed:
         nodes.fail(end.failed, end.result().to_text())
         return end
@@ -197,7 +197,7 @@ def _await_others(end: End, nodes: Nodes, signals: SignalQueue) -> End:
 
 
 def _wait(end: End, nodes: Nodes, signals: SignalQueue) -> End:
-    """Waits until all other nodes are done; returns the end as it is then."""
+    """Waits until all other nodes are done; returns the updated end."""
     with selectors.DefaultSelector() as selector:
         for waited_for in (signals.fd, nodes.inbox):
             selector.register(waited_for, selectors.EVENT_READ)
@@ -236,7 +236,7 @@ class Loop:
 
     Args:
         launch: what they run, and how.
-        nodes: the others: their news, and who hears that this node leaves.
+        nodes: the other nodes: they send news, and are notified if this node leaves.
         group: keeps the state, for people.
         signals: those to forward; and SIGCHLD, after which there may be orphans to reap.
     """
@@ -276,14 +276,14 @@ class Loop:
             self._carry_out(self._ranks.abandoned())
 
     def start(self, where: Round) -> None:
-        """Starts all ranks, in a new round: with a store of their own.
+        """Starts all ranks in a new round, which has its own store.
 
         Args:
             where: the round.
 
         Raises:
-            OSError: one cannot be started, or this process may not open as many files as that takes. Those
-                that were started end with the context.
+            OSError: a rank cannot be started, or this process may not open enough files. Ranks that were
+                started end with the context.
             StoreError: the store does not answer.
         """
         self._group.begin_round(where)
@@ -307,7 +307,7 @@ class Loop:
         self._group.all_started()
 
     def wait(self) -> End:
-        """Waits until all ranks have ended, and none is to be started again alone.
+        """Waits until all ranks have ended, and none is to be restarted alone.
 
         A signal that ends the job is forwarded to all ranks that run, unless its sender has signalled them,
         too. Ranks that still run after the shutdown timeout are killed.
@@ -345,10 +345,10 @@ class Loop:
         """Waits for the next event, or until something is due."""
         now = time.monotonic()
         due = self._ranks.due()
-        # epoll takes no more than some 25 days.
+        # epoll waits for at most about 25 days.
         timeout = None if due is None else min(max(0.0, due - now), 1e6)
         if self._standby is not None and self._ranks.are_asked_for:
-            # Its answers up to then are read first, so looking late whether it is overdue does no harm.
+            # Its answers are read first, so a late look for an overdue one does no harm.
             timeout = STANDBY_TIMEOUT if timeout is None else min(timeout, STANDBY_TIMEOUT)
         return [key for key, _ in self._selector.select(timeout)]
 
@@ -368,7 +368,7 @@ class Loop:
             self._standby.drop_dead_spare()
             pids = self._standby.pids()
             if pids is None:
-                return  # one that was just forked is not known yet
+                return  # a process that was just forked is not known yet
             ours += pids
         self._reap(ours)
 
@@ -419,7 +419,7 @@ class Loop:
                         self._carry_out(self._ranks.stays(action, refused))
 
     def _notify(self, signum: int) -> None:
-        """Passes a signal to the ranks that have a handler for it: it might end others, and their helpers."""
+        """Passes a signal to the ranks that have a handler for it: it might end others and their helpers."""
         handle = {rank: one for rank, one in self._running.items() if signum in handled_signals(one.pid)}
         for process in handle.values():
             signal.pidfd_send_signal(process.pidfd, signum)
@@ -442,7 +442,7 @@ class Loop:
     def _start(self, asked: ranks.Start) -> None:
         """Starts a process, or asks the template for it."""
         if not self._ranks.wants(asked):
-            return  # another one could not be started, and so none is
+            return  # another rank could not be started, so none is
         files = self._logs.open(asked.rank, asked.incarnation)
         environment = {
             **self._environment(asked),
@@ -463,12 +463,12 @@ class Loop:
             stdout, stderr = (opened(path, streams) for path in (request.files.stdout, request.files.stderr))
             command = with_local_rank(self._program.command, str(request.rank))
             popen = start(command, {**os.environ, **request.environment}, stdout, stderr)
-        popen.returncode = 0  # its end is waited for by its pidfd, as of those that are forked
+        popen.returncode = 0  # its pidfd shows its end, as for forked processes
         self._add(request, popen.pid)
 
     @contextmanager
     def _or_failed(self, rank: int, incarnation: int) -> Iterator[None]:
-        """In a job that is on, a process that cannot be started in the block is one that has failed."""
+        """In a running job, a process that cannot be started in the block counts as failed."""
         try:
             yield
         except OSError as error:
@@ -504,7 +504,7 @@ class Loop:
         self._selector.register(self._standby, selectors.EVENT_READ, self._standby)
 
     def _end_standby(self) -> list[Request]:
-        """Ends the template; returns what it was asked for, and has not started."""
+        """Ends the template; returns the requests that it has not carried out."""
         if self._standby is None:
             return []
         standby, self._standby = self._standby, None
@@ -525,7 +525,7 @@ class Loop:
             self._execute_or_fail(request)
 
     def _replace_standby(self, standby: Standby) -> None:
-        """The template has ended: another one takes its place, unless that would be a loop."""
+        """The template has ended: replaces it, unless that would be a loop."""
         lived = time.monotonic() - standby.started
         lost = self._end_standby()
         how = standby.process.returncode
@@ -569,7 +569,7 @@ class Loop:
         del self._running[process.request.rank]
 
     def _kill(self) -> None:
-        """Ends all that run, whatever they do."""
+        """Kills all running processes, whatever they do."""
         for process in self._running.values():
             process.send(signal.SIGKILL)
         deadline = time.monotonic() + KILL_TIMEOUT

@@ -44,33 +44,33 @@ log = logging.getLogger(__name__)
 
 
 def _never(*_: Any) -> NoReturn:
-    """In the place of what torch's agents do for their workers: here `run_agent` does it."""
+    """Replaces what torch's agents do for their workers: here, `run_agent` does it."""
     raise NotImplementedError
 
 
 class LocalElasticAgent(SimpleElasticAgent):
-    """Runs the workers of one spec as processes of this machine, round after round.
+    """Runs the workers of one spec as processes on this machine, round after round.
 
     A worker of a wrapped job that dies is replaced alone, and joins the others, which go on in their
-    processes; others are restarted as a whole (see ``restart_policy``). Every change of the nodes is a new
-    round, in which all workers are restarted, whatever ``spec.rdzv_handler`` is.
+    processes; other jobs are restarted as a whole (see ``restart_policy``). Every change of the nodes is a
+    new round, in which all workers are restarted, whatever ``spec.rdzv_handler`` is.
 
     The entry point is
 
-    - a function of a module, called in each worker with ``args``; what it returns is in the result. Both are
-      sent as ``multiprocessing`` does it with ``spawn``: what starts the agent in the main script belongs
-      under ``if __name__ == "__main__"``;
+    - a function of a module, called in each worker with ``args``; its return value is in the result. Both are
+      sent as ``multiprocessing`` sends them with ``spawn``: in the main script, the code that starts the
+      agent belongs under ``if __name__ == "__main__"``;
     - a Python script, by its name that ends in ``.py``, or this Python with ``-u SCRIPT …`` or
       ``-u -m MODULE …`` as ``args``, as torchrun has it;
     - any other program.
 
     In ``args``, ``${local_rank}`` stands for the worker's local rank.
 
-    Everything is waited for; ``spec.monitor_interval`` is how often the rendezvous handler is asked whether
-    nodes wait. An agent runs once, in the main thread. Its state is that of its workers as a group:
+    The agent polls nothing but the rendezvous handler: every ``spec.monitor_interval`` seconds, for waiting
+    nodes. An agent runs once, in the main thread. Its state is that of its workers as a group:
 
     - INIT: not started yet;
-    - HEALTHY: all run, or have done what they had to;
+    - HEALTHY: all run, or have finished;
     - UNHEALTHY: one has failed; the others still run;
     - STOPPED: all are ended to be restarted, or were ended by a signal;
     - SUCCEEDED, FAILED: how it ended;
@@ -80,9 +80,9 @@ class LocalElasticAgent(SimpleElasticAgent):
         spec: the workers; ``rdzv_handler`` is how this node meets the others, and is shut down at the end.
         logs_specs: where their streams and errors go, `DefaultLogsSpecs` for instance.
         start_method: ``spawn``, the only one; in torch's signature.
-        exit_barrier_timeout: seconds for which the other nodes are waited for when all is done here.
-        log_line_prefix_template: in front of each line that is shown from a log file, with ``${role_name}``,
-            ``${rank}`` and ``${local_rank}`` put in; role and rank when None.
+        exit_barrier_timeout: seconds to wait for the other nodes once this node is done.
+        log_line_prefix_template: prefix of each line that is shown from a log file, with ``${role_name}``,
+            ``${rank}`` and ``${local_rank}`` substituted; role and rank when None.
         shutdown_timeout: seconds from the signal that ends a worker to SIGKILL.
         health_check_server: as torch's launcher passes it: answers health checks; stopped at the end.
         uninterruptible_state_timeout: in torch's signature, without effect: the wrapper's ``hard_timeout``
@@ -91,12 +91,12 @@ class LocalElasticAgent(SimpleElasticAgent):
         max_rank_restarts: how often each worker may be replaced.
         standby: whether Python workers are forked from a process that has imported torch.
         signals: what is forwarded to the workers, and ends them.
-        drain_timeout: seconds for which SIGTERM lets workers come to their next step and leave the job, where
-            the other nodes go on without this one; 0: it ends them.
+        drain_timeout: seconds that SIGTERM gives workers to reach their next step and leave the job, if the
+            other nodes go on without this one; 0: it ends them.
 
     Raises:
         TypeError: a function that cannot be sent to the workers.
-        ValueError: the spec asks for what this agent cannot do.
+        ValueError: the spec asks for something that this agent cannot do.
     """
 
     # Torch's class reports, by events and metrics.
@@ -167,7 +167,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         Raises:
             SignalException: a signal has ended the workers.
             CannotStart: the nodes did not meet, or no worker could be started.
-            OSError: something that workers need cannot be had.
+            OSError: something that workers need is not available.
             RuntimeError: the agent has run before.
         """
         if self._group.state is not WorkerState.INIT:
@@ -190,7 +190,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         return result
 
     def get_worker_group(self, role: str = DEFAULT_ROLE) -> WorkerGroup:
-        """The workers as they are now: a copy, which does not change. From any thread.
+        """A snapshot of the workers. May be called from any thread.
 
         Args:
             role: without effect, as for `run`.
@@ -199,7 +199,7 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     @property
     def remaining_restarts(self) -> int:
-        """How often all workers may be restarted yet because one has failed."""
+        """How many more times all workers may be restarted because one has failed."""
         return self._group.remaining_restarts
 
     @property
@@ -248,7 +248,7 @@ class LocalElasticAgent(SimpleElasticAgent):
 
 
 def _refuse(spec: WorkerSpec) -> None:
-    """Raises an error for what torch's specs can ask for, and this agent cannot do."""
+    """Raises an error if the spec asks for something that this agent cannot do."""
     without: Collection[tuple[str, str]] = (
         ("numa_options", "bind the workers in their own code"),
         ("duplicate_stdout_filters", "filter the log files"),
@@ -256,4 +256,4 @@ def _refuse(spec: WorkerSpec) -> None:
     )
     for name, way_out in without:
         if getattr(spec, name, None):
-            raise ValueError(f"WorkerSpec({name}={getattr(spec, name)!r}) is not known here: {way_out}")
+            raise ValueError(f"WorkerSpec({name}={getattr(spec, name)!r}) is not supported: {way_out}")

@@ -1,4 +1,4 @@
-"""The other nodes, by our own rendezvous (`ft_wrapper.rendezvous`), where there are any.
+"""The other nodes, if there are any, by our own rendezvous (`ft_wrapper.rendezvous`).
 
 Under the policy ``group`` every change of membership is a new round: the node ends its ranks and joins again.
 Once the ranks have formed a wrapped job, the agent of group rank 0 switches to ``rank``: from then on nodes
@@ -46,13 +46,13 @@ from .rounds import INFRASTRUCTURE, JobResult, News, Round, What, alone, worst
 
 log = logging.getLogger(__name__)
 
-_PLACE_TIMEOUT = 2.0  # seconds that looking for one's place may take; it is looked for again
+_PLACE_TIMEOUT = 2.0  # seconds that a look for this node's place may take; it is repeated
 _LEAVE_TIMEOUT = 2.0  # seconds that leaving may take, before the ranks are signalled all the same
 # Seconds that the end may take; the host of the store waits for the others' goodbyes within it.
 _END_TIMEOUT = 15.0
-_WATCHER_TIMEOUT = 5.0  # seconds that the end of a thread may take, which is woken
-_LOOK_AGAIN = 10.0  # seconds after which a thread looks whether its round is still on
-# Seconds after which a wait for other nodes looks who they are: one may be out without a notice.
+_WATCHER_TIMEOUT = 5.0  # seconds that a thread may take to end once woken
+_LOOK_AGAIN = 10.0  # seconds after which a thread checks whether its round still runs
+# Seconds after which a wait for other nodes checks which ones are left: one may leave without notice.
 _LOOK_AT_NODES = 300.0
 _FOREVER = timedelta(days=14)  # torch counts a wait's milliseconds in 32 bits
 
@@ -65,7 +65,7 @@ class FtNodes(Nodes):
         settings: of the rendezvous.
         identity: who this node is.
         replaces: whether the job may switch to the policy ``rank``.
-        exit_barrier_timeout: seconds for which this node waits for the others, when its own ranks are done.
+        exit_barrier_timeout: seconds for which this node waits for the others, once its own ranks are done.
         check: what it has to pass before it takes a seat; None: nothing.
         where: at which endpoint the nodes meet, and for how long it is tried, for the log.
     """
@@ -118,7 +118,7 @@ class FtNodes(Nodes):
         self._await_pass(handler)
         while True:
             info, where = self._take_seat(handler)
-            # Spares are looked at when they are needed: they may have waited for weeks.
+            # Spares are checked when they are needed: they may have waited for weeks.
             if not handler.was_spare or self._await_pass(handler, info.store):
                 break
         joined, node = handler.joined, handler.node
@@ -138,7 +138,7 @@ class FtNodes(Nodes):
         return where
 
     def _take_seat(self, handler: FtRendezvousHandler) -> tuple[RendezvousInfo, Round]:
-        """Waits for a seat of this node in a round whose store answers; logs the deaths of who had it."""
+        """Waits for this node's seat in a round whose store answers; logs the deaths of earlier holders."""
         while True:
             info = handler.next_rendezvous()
             joined, node, workers = handler.joined, handler.node, info.bootstrap_store_info
@@ -167,10 +167,10 @@ class FtNodes(Nodes):
         return info, where
 
     def _await_pass(self, handler: FtRendezvousHandler, agents: Store | None = None) -> bool:
-        """Waits, without a place in the record, until this node passes; whether it did at once.
+        """Waits, without a place in the record, until this node passes; returns whether it passed at once.
 
         Args:
-            handler: connected by this.
+            handler: connected by this method.
             agents: the store of the round in which it has its seat, if it has one.
         """
         if self._check is None:
@@ -186,7 +186,7 @@ class FtNodes(Nodes):
         return await_pass(self._check, f"node {presence.node}", quarantine, presence.wait_in_quarantine)
 
     def _switch_to_rank(self, handler: FtRendezvousHandler, where: Round) -> None:
-        """Waits, in a thread, until the ranks have formed a job: then failed ones are replaced one by one."""
+        """Waits, in a thread, until the ranks have formed a job: then single failed ranks are replaced."""
         while self._is_on(where):
             try:
                 if self._await_head(where):
@@ -200,14 +200,14 @@ class FtNodes(Nodes):
                     return
 
     def _await_head(self, where: Round) -> bool:
-        """Waits until the ranks of a round have formed a job; False if the round is over before."""
+        """Waits until the ranks of a round have formed a job; False if the round ends first."""
         store = connect(where.store, STORE_TIMEOUT)
         if isinstance(store, TCPStore):
-            # This node hosts it. It is closed with the round, and that ends the wait of torch's own client;
-            # ours would try to find the store again.
+            # This node hosts it. It is closed with the round, which ends the wait of torch's own client; ours
+            # would look for the store again.
             client, first = store.torch_store, names.wake_head(names.BEFORE_FIRST + 1)
             while not client.check([names.HEAD]):
-                # torch's older server wakes for what is set, and not for what is compared and set.
+                # torch's older server wakes waiters for a set, but not for a compare_set.
                 client.wait([names.HEAD if SERVER_IS_LIBUV else store.wake_name(first)], _FOREVER)
             return True
         with contextlib.closing(store):
@@ -391,7 +391,7 @@ class FtNodes(Nodes):
         return True
 
     def finish(self, result: str) -> None:
-        """Closes the rendezvous unless it is closed: this ends spare nodes that wait, too."""
+        """Closes the rendezvous unless it is closed: this also ends waiting spare nodes."""
         self._term = None
         handler = self._handler
         if handler is not None:
@@ -418,7 +418,7 @@ class OneNode(Nodes):
 
     Args:
         nproc: number of ranks.
-        address: of this host; the loopback when None, where only this host reaches the store.
+        address: of this host; the loopback when None, at which only this host reaches the store.
         port: where the store listens; 0 for a free port, another one in each round.
         role: what the ranks do.
         check: what the node has to pass before each round; None: nothing.
@@ -446,7 +446,7 @@ class OneNode(Nodes):
     def next_round(self) -> Round:
         self._of_round.close()
         self.inbox.begin_term()
-        if self._given is None:  # another one, so that nothing of an earlier round is taken
+        if self._given is None:  # a new secret, so that nothing of an earlier round counts
             secret.use(os.urandom(32))
         if self._check is not None:
             await_pass(self._check, "this node", lambda why: None, threading.Event().wait)
@@ -499,7 +499,7 @@ class OneNode(Nodes):
         watcher.start()
 
         def end() -> None:
-            # The thread is woken first: torch's client would print how it has lost the server.
+            # The thread is woken first: otherwise torch's client would print that it has lost the server.
             watcher.stop()
             with contextlib.closing(waker.store), contextlib.suppress(StoreError, DistError, RendezvousError):
                 waker.touch()
@@ -513,8 +513,8 @@ def log_deaths(store: StoreMixin, lost: Mapping[Member, str], *, return_: bool) 
 
     Args:
         store: of the ranks; not used after the return.
-        lost: who is dead, and why, for people.
-        return_: whether others come in their place, for which a restart may wait a little.
+        lost: the dead members, each with the reason, for people.
+        return_: whether replacements come, for which a restart may wait a little.
     """
     own = store.clone()
 
@@ -527,7 +527,7 @@ def log_deaths(store: StoreMixin, lost: Mapping[Member, str], *, return_: bool) 
 
 
 def _await_all(handler: FtRendezvousHandler, where: Round, timeout: float | None, said: str) -> News:
-    """Waits until all nodes that take part are done; says which were not waited for any longer."""
+    """Waits until all nodes that take part are done; names those for which the wait timed out."""
     node = handler.node
     assert node is not None
     agents = handler.agents_store()
@@ -552,9 +552,9 @@ def _await_all(handler: FtRendezvousHandler, where: Round, timeout: float | None
 def _result_of_all(
     state: RendezvousRecord, where: Round, waited_for: list[Node], agents: Store
 ) -> JobResult | None:
-    """The worst that a node has said of its ranks; one that has said nothing went before they had ended.
+    """The worst result that a node has reported; one that has reported none left before its ranks ended.
 
-    That is of no account if the job has gone on, and ended, without them.
+    That does not count if the job has gone on, and ended, without them.
     """
     keys = {seat: end_key(seat.last) for seat in state.seats if seat.occupant not in waited_for}
     said = {seat: agents.get(key).decode() if agents.check([key]) else "" for seat, key in keys.items()}
@@ -563,7 +563,7 @@ def _result_of_all(
         with contextlib.closing(JobInStore(where.store, lambda: True, lambda ask, _: ask())) as job:
             slots = set(job.outcome().finished or ())
         silent = [seat for seat in silent if slots.intersection(drains.slots_of(seat))]
-    lost = (JobResult(INFRASTRUCTURE, f"node {seat.last} went before its ranks had ended") for seat in silent)
+    lost = (JobResult(INFRASTRUCTURE, f"node {seat.last} left before its ranks had ended") for seat in silent)
     return worst([*map(JobResult.from_text, said.values()), *lost])
 
 
@@ -600,7 +600,7 @@ def round_of(state: RendezvousRecord, node: Node, address: str, agreed_in: str =
 
 
 def what_is_missing(state: RendezvousRecord, node: Node, timeout: float) -> str:
-    """What a node waits for that has no seat in a round that goes on, and for how long; empty if for nothing.
+    """What a node waits for while it has no seat in a complete round, and for how long; empty if for nothing.
 
     Args:
         state: the record.

@@ -76,7 +76,7 @@ class Group:
 
     @property
     def remaining_restarts(self) -> int:
-        """How often all may be restarted yet."""
+        """How many more times all may be restarted."""
         return max(0, self.max_restarts - self.counts.restarts)
 
     def begin_round(self, where: Round) -> None:
@@ -115,7 +115,7 @@ class Group:
             self.become(WorkerState.HEALTHY)
 
     def ended(self, local_rank: int) -> None:
-        """A rank has done what it had to."""
+        """A rank has succeeded."""
         self.succeeded |= {local_rank}
 
     def failed(self, local_rank: int) -> None:
@@ -153,11 +153,11 @@ class Group:
 # What is known of ranks in wrapped calls, for metrics ------------------------------------------------------
 #
 # A rank that comes back last from a restart reports it. All else is in the memory that each rank shares with
-# its monitor, and is read when somebody asks: ranks are not asked.
+# its monitor, and is read on request: ranks are not asked.
 
 #: The states of a rank: in the function; a hot spare; between two iterations; in a wrapped call that has not
-#: begun for it; in no wrapped call, or without a monitor in the agent; its process has failed, and no other
-#: one is there yet.
+#: begun for it; in no wrapped call, or without a monitor in the agent; its process has failed and was not
+#: replaced yet.
 RANK_STATES = ("active", "spare", "restarting", "waiting", "outside", "gone")
 #: Parts of a restart, and all of it.
 PHASES = ("abort", "leave", "arrive", "decide", "enter", "total")
@@ -220,14 +220,14 @@ class RankMetrics:
     def __init__(self) -> None:
         self.ranks: Callable[[], Iterable[tuple[RankMemory | None, bool]]] = tuple
         self._lock = threading.Lock()
-        self._known = KnownOfRanks()  # as it was read last: a rank's memory goes with its process
+        self._known = KnownOfRanks()  # as last read: a rank's memory goes with its process
 
     def restarted(self, cause: str, phases: Mapping[str, float]) -> None:
         """All ranks are back.
 
         Args:
             cause: what kind of fault it was.
-            phases: seconds by `PHASES`; those that are not known are not there.
+            phases: seconds by `PHASES`, without those that are not known.
         """
         with self._lock:
             self._known.restarts[cause] += 1
@@ -243,7 +243,7 @@ class RankMetrics:
             )
             memories = [memory for memory, _ in ranks if memory is not None and memory.iteration >= 0]
             known.iteration = max((memory.iteration for memory in memories), default=known.iteration)
-            # A step of the newest iteration counts, though an older one got further.
+            # A step of the newest iteration counts, even if an older one got further.
             told = [(memory.iteration, memory.step) for memory in memories]
             steps = [(n, step) for n, step in told if step is not None]
             _, known.step = max(steps, default=(0, known.step))

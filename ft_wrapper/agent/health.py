@@ -3,8 +3,8 @@
 With ``TORCHELASTIC_HEALTH_CHECK_PORT`` set, a GET of any path is answered 200 if the loop is, and 503 if it
 is not, with a few facts as JSON. Only this host reaches a bare port. The loop sleeps while nothing happens,
 so it is woken and asked to answer, within ``TORCHELASTIC_HEALTH_CHECK_TIMEOUT`` seconds (60). ``/metrics`` is
-for Prometheus (`metrics`). A POST of ``/drain?within=SECONDS`` from this host asks that this node leave the
-job in order, before it is lost.
+for Prometheus (`metrics`). A POST of ``/drain?within=SECONDS`` from this host asks this node to drain before
+it is lost.
 """
 
 import contextlib
@@ -51,13 +51,13 @@ _NEVER = 3600.0  # seconds between two looks whether to end: `Health.__exit__` w
 
 
 class Health(socketserver.ThreadingMixIn, WSGIServer):
-    """Answers in a thread for each request, and waits for connections in one of its own. A context manager.
+    """Answers each request in a thread, and waits for connections in another. A context manager.
 
     Args:
         host: a name or address of this host, where it listens; the loopback if empty.
         port: where; 0 for a free one.
         answer: what answers requests, see `application`.
-        inbox: which wakes the loop.
+        inbox: wakes the loop.
 
     Raises:
         OSError: the port is taken, or not allowed; or the name or address is not this host's.
@@ -185,7 +185,7 @@ def facts(group: Group) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def health(group: Group, nodes: Nodes, run_id: str) -> Iterator[Health | None]:
-    """Answers for a while, if the environment says where.
+    """Answers within the context, if the environment says where.
 
     Args:
         group: the workers.
@@ -193,8 +193,8 @@ def health(group: Group, nodes: Nodes, run_id: str) -> Iterator[Health | None]:
         run_id: of the job.
 
     Returns:
-        A context: what answers; None if nothing does, also where another program has the port: on a host
-        with several agents all find the same variable, and one of them answers.
+        A context: the server; None if there is none, or if another program has the port: several agents on a
+        host find the same variable, and one of them answers.
 
     Raises:
         CannotStart: a variable is wrong, or the port is not allowed; says which.
@@ -223,7 +223,7 @@ def health(group: Group, nodes: Nodes, run_id: str) -> Iterator[Health | None]:
 def _address(where: str) -> tuple[str, int]:
     """Host and port; without a host it is empty."""
     host, port = split_host_port(where)
-    is_bare = ":" in host and not where.startswith("[")  # IPv6, of which the last part may be no port
+    is_bare = ":" in host and not where.startswith("[")  # IPv6, whose last part may not be a port
     if not port.isdecimal() or int(port) > 65535 or is_bare:
         raise CannotStart(f"{ADDRESS_ENV}={where}: use a port's number, HOST:PORT or [IPv6]:PORT")
     return host, int(port)

@@ -1,4 +1,4 @@
-"""What the ranks' store says of the job that they form by themselves."""
+"""What the ranks' store says about the job that they form on their own."""
 
 import json
 import logging
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Call = Callable[[Callable[[], Any], float | None], Any]
 
-#: For a store that an agent hosts, and which answers at once if it can.
+#: For a store that an agent hosts: it answers at once if it can.
 STORE_TIMEOUT = timedelta(seconds=10)
 _RAISED = "raised "
 _STRANDED = (f"{_RAISED}ft_wrapper.exception.RestartTimeout", f"{_RAISED}ft_wrapper.exception.Store")
@@ -29,7 +29,7 @@ _AGAIN = timedelta(seconds=1)  # for the next question to a store that was out o
 
 
 class JobInStore:
-    """Asks the store. A question may take seconds; one that the store does not answer is answered no.
+    """Asks the store. A question may take seconds; if the store does not answer, the answer is no.
 
     Args:
         address: of the store.
@@ -55,7 +55,7 @@ class JobInStore:
     def facts_of(self, slot: int, pid: int) -> JobFacts:
         """What is known of the job, and of how a slot's process has left it.
 
-        If the store does not answer now, the process met the same: it was stranded.
+        If the store does not answer now, it did not answer the process either: that was stranded.
         """
         agreement = self._agreement
 
@@ -89,7 +89,7 @@ class JobInStore:
             if view is None or ends.outcome_of(view.n) != DONE:
                 return JobOutcome(None, view is not None or self._have_formed())
             # The death of an active rank would have ended the iteration by a fault. The death of a process
-            # outside of a call, as after this one, is logged without one.
+            # outside a call, as after this one, is logged without a fault.
             dead, entering = {fault.member for fault in ends.faults_of(view.n)}, agreement.entering
             gone = {one for one in dead if not entering.may_be_active(view.n, one)}
             return JobOutcome({m.slot: self._pid_of(m) for m in set(view.members) - gone}, True)

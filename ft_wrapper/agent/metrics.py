@@ -1,7 +1,7 @@
 """What an agent tells Prometheus of its node's ranks, at ``/metrics`` of the health endpoint.
 
-All of it stands in this process's memory, and in what its ranks share with it: neither they nor a store are
-asked. What is not known has no sample. Counters and times of ranks are this node's own; see
+All of it is in this process's memory, or in memory that its ranks share with it: neither ranks nor a store
+are asked. Unknown values have no sample. Counters and times of ranks are this node's own; see
 ``docs/monitoring.md`` for what may be added up over nodes.
 """
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 #: What restarts are counted by, see `RestartReport.kind`.
 CAUSES = (*(kind.name.lower() for kind in Interruption), "join", "unknown")
-#: How nodes stand in the rendezvous.
+#: States of nodes in the rendezvous.
 NODE_STATES = ("active", "lost", "waiting", "spare")
 
-# By the label; or one without it, or none at all.
+# By label; or one value without a label, or none.
 _Values = Mapping[str, float] | float | None
 
 
 def metrics(group: Group, nodes: Nodes, run_id: str) -> "WSGIApplication":
-    """What answers ``/metrics``; without prometheus-client, with words that say so.
+    """The application for ``/metrics``; without prometheus-client, it says what to install.
 
     Args:
         group: this node's workers.
@@ -70,7 +70,7 @@ class _Collector:
         yield self._histogram("restart_seconds", "How long restarts took, by phase", known.phases)
         yield gauge("ranks", "Ranks of this node", _all(RANK_STATES, states), "state")
         yield gauge("iteration", "Number of the global restart iteration", known.iteration)
-        yield gauge("step", "The step that was told last", known.step)
+        yield gauge("step", "The step reported last", known.step)
         since = None if known.progress is None else time.time() - (time.monotonic() - known.progress)
         yield gauge("last_progress_timestamp_seconds", "When a rank made progress last", since)
         counts, left = self._group.counts, self._group.remaining_restarts
@@ -79,12 +79,12 @@ class _Collector:
         yield counter("rank_failures", "Rank processes that failed", counts.failures)
         yield counter("group_restarts", "Restarts of all processes", counts.restarts)
         yield counter("rounds", "Starts of all processes", counts.rounds)
-        yield gauge("workers_remaining_restarts", "Restarts of all processes that are left", left)
+        yield gauge("workers_remaining_restarts", "Restarts of all processes still allowed", left)
         state = {self._group.state.name.lower(): 1}
         yield gauge("workers_state", "1 for the state of the processes", state, "state")
 
     def _node_states(self) -> Mapping[str, float]:
-        """All that the rendezvous knows; of another one the number of nodes that take part."""
+        """All that our rendezvous knows; with another one, the number of nodes that take part."""
         states = self._nodes.states()
         if not states:
             where = self._group.round
@@ -112,5 +112,5 @@ class _Collector:
 
 
 def _all(names: Iterable[str], values: Mapping[str, float]) -> dict[str, float]:
-    """A value for each name: one that appears later would have no first value to be compared with."""
+    """A value for each name: one that appeared later would have no first value to compare with."""
     return {name: values.get(name, 0) for name in names}

@@ -35,7 +35,7 @@ class NodeCheck:
     Args:
         command: for ``/bin/sh -c``.
         timeout: seconds that it may take.
-        retries: how often it is tried again before the node ends; None: without end.
+        retries: how often it is tried again before the node ends; None: no limit.
     """
 
     command: str
@@ -45,7 +45,7 @@ class NodeCheck:
     def failure(self) -> str:
         """Runs it; returns why the node must not take part, empty if it may.
 
-        When a signal handler raises meanwhile, the command is killed, and that goes on.
+        If a signal handler raises meanwhile, the command is killed and the exception propagates.
         """
         try:
             # In memory: a full disk may be the reason.
@@ -66,19 +66,19 @@ class NodeCheck:
 def await_pass(
     check: NodeCheck, who: str, keep_out: Callable[[str], object], wait: Callable[[float], object]
 ) -> bool:
-    """Runs the check, again and again, until the node passes.
+    """Repeats the check until the node passes.
 
     Args:
         check: the check.
         who: the node, for the log.
         keep_out: called with the reason after each try that failed.
-        wait: waits for so many seconds; an error of it, as the job is over, ends the wait.
+        wait: waits for a number of seconds; if it raises, as when the job is over, the wait ends.
 
     Returns:
         Whether it passed at once.
 
     Raises:
-        BadNode: it did not pass as often as it may try.
+        BadNode: it has failed as often as it may.
     """
     failures, began, logged = 0, time.monotonic(), ""
     while why := check.failure():
@@ -92,7 +92,7 @@ def await_pass(
             logged = why
         wait(min(FIRST_WAIT * 2 ** min(failures - 1, 30), LONGEST_WAIT))
     if failures:
-        log.info("%s has passed its check after %.1f s, and comes in", who, time.monotonic() - began)
+        log.info("%s has passed its check after %.1f s, and joins", who, time.monotonic() - began)
     return failures == 0
 
 
@@ -115,7 +115,7 @@ def _run(command: str, timeout: float, output: int) -> int | None:
         return process.returncode if has_ended else None
 
     try:
-        # What a signal raises in the main thread while this forks is lost: 2 of some 60 runs.
+        # What a signal handler raises in the main thread while this forks is lost: 2 of some 60 runs.
         return call_in_thread(run, "the node's check")
     except BaseException:  # a signal; the thread ends then
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -125,12 +125,12 @@ def _run(command: str, timeout: float, output: int) -> int | None:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Kills what is left of a command. Its process is reaped only then, so that the number is its own."""
+    """Kills what is left of a command. Its process is reaped only then, so that the pid is still its own."""
     with contextlib.suppress(ProcessLookupError, PermissionError):  # all that is left is another user's: sudo
         os.killpg(process.pid, signal.SIGKILL)
-    with contextlib.suppress(subprocess.TimeoutExpired):  # a driver that hangs holds it
+    with contextlib.suppress(subprocess.TimeoutExpired):  # a hanging driver holds it
         process.wait(_END_TIMEOUT)
-    # What it had started and did not wait for is ours now, where this process adopts what others leave.
+    # Processes that it left behind are our children now, if this process adopts orphans.
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-process.pid, os.WNOHANG) != (0, 0):
             pass

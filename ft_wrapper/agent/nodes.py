@@ -60,7 +60,7 @@ class Inbox:
 
         Args:
             term: the round that it belongs to.
-            news: what there is.
+            news: the news.
         """
         with self._changed:
             self._items.append((term, news))
@@ -92,7 +92,7 @@ class Inbox:
 
     @contextmanager
     def unattended(self) -> Iterator[None]:
-        """For a while the loop does not look: it waits for something else, with a timeout of its own."""
+        """Within it the loop does not look: it waits for something else, with its own timeout."""
         with self._changed:
             self._attended = False
             self._note_look()
@@ -120,14 +120,14 @@ class Inbox:
 
 
 class Nodes:
-    """This node's part among the others, as its agent uses it: in the main thread, but for `inbox`.
+    """This node's part among the others, as its agent uses it: in the main thread, except for `inbox`.
 
-    The methods do here what they do for a node that has nothing to say to others.
+    The methods here are for a node that has nothing to say to others.
 
     Attributes:
         inbox: news from the others.
         agent: what this node's ranks find in ``FT_WRAPPER_AGENT``.
-        store: address of the store in which wrapped ranks of the present round agree; empty before the first.
+        store: address of the store in which wrapped ranks of the current round agree; empty before the first.
     """
 
     def __init__(self) -> None:
@@ -150,8 +150,8 @@ class Nodes:
     def look_for_place(self) -> tuple[bool, str]:
         """Looks whether this node has its place among the others. Bounded.
 
-        Asked before a rank is started again: where the others have taken the node out, it may not know yet,
-        and another one may have its ranks.
+        Called before a rank is restarted: the others may have evicted this node without its knowledge, and
+        another node may have its ranks.
 
         Returns:
             Whether it is known to have its place now; and why the last look that ended failed, empty if it
@@ -160,7 +160,7 @@ class Nodes:
         return True, ""
 
     def states(self) -> dict[str, int]:
-        """How many nodes stand how, see `metrics.NODE_STATES`. From memory; empty if it is not known."""
+        """How many nodes are in which of `metrics.NODE_STATES`. From memory; empty if it is not known."""
         return {}
 
     def have_formed(self) -> bool:
@@ -168,7 +168,7 @@ class Nodes:
         return False
 
     def leave(self, why: str) -> None:
-        """A signal ends this node's part: the others go on without it, or hear that they cannot. Bounded.
+        """A signal ends this node's part: the others go on without it, or learn that they cannot. Bounded.
 
         Args:
             why: for people.
@@ -178,7 +178,7 @@ class Nodes:
         """Asks that all ranks of this node leave the job, in order: `What.DRAIN` follows. Bounded.
 
         Args:
-            within: seconds until ranks are ended that have not left.
+            within: seconds after which ranks that have not left are ended.
             why: for people.
 
         Returns:
@@ -204,7 +204,7 @@ class Nodes:
         return None
 
     def await_others(self, said: str, *, as_host_only: bool) -> bool:
-        """This node is done: begins to wait for the others, which may be busy yet.
+        """This node is done: begins to wait for the others, which may still be busy.
 
         Args:
             said: how the ranks of this node ended, a `JobResult` as text; empty if they are lost.
@@ -216,10 +216,10 @@ class Nodes:
         return False
 
     def _await(self, wait: Callable[[], News]) -> None:
-        """Waits for the others in a thread, and puts the end of that into the inbox.
+        """Waits for the others in a thread, and puts the outcome into the inbox.
 
         Args:
-            wait: waits; returns what the others have said, and why it gave up, if it did.
+            wait: waits; returns the others' result, and why it gave up, if it did.
         """
         term = self.inbox.term
 

@@ -62,7 +62,7 @@ _MOST_RANKS = 4096  # of one node: each is a process, with files and memory of i
 #: Options of torchrun's that do nothing here, though they ask for something: what to do instead.
 NO_EFFECT = {
     "--event-log-handler": "--events DIR writes events, as JSON lines",
-    "--numa-binding": "bind ranks in the script, by os.sched_setaffinity, or by numactl and --no-python",
+    "--numa-binding": "bind ranks in the script, with os.sched_setaffinity, or with numactl and --no-python",
     "--duplicate-stdout-filters": "search the log files, with --tee 1 or --redirects 1",
     "--duplicate-stderr-filters": "search the log files, with --tee 2 or --redirects 2",
 }
@@ -81,7 +81,7 @@ def name(option: str) -> str:
     return option[2:].replace("-", "_")
 
 
-#: What is taken from torchrun's parser as it is there, by its name in the result of parsing.
+#: What is taken unchanged from torchrun's parser, by its name in the result of parsing.
 READ_AS_TORCHRUNS = frozenset(
     {
         *("nnodes", "nproc_per_node", "rdzv_id", "rdzv_conf", "local_addr", "role", "module", "no_python"),
@@ -97,7 +97,7 @@ OWN = "options that torchrun does not have"
 # The options: what they are called, with their value, and their help. Readers and defaults follow. ---------
 
 DIFFERENT = {
-    "--rdzv-backend NAME": f"how the nodes find each other: {NAME}, which static is another name for; "
+    "--rdzv-backend NAME": f"how the nodes find each other: {NAME}, also called static; "
     f"{ETCD_NAMES[0]}; or one of torch's, c10d for instance (default: {NAME})",
     "--rdzv-endpoint HOST:PORT": f"where they find each other: with {NAME} and c10d the node of that name "
     f"hosts the store (default port: {DEFAULT_PORT}); with {ETCD_NAMES[0]} all its members: "
@@ -110,17 +110,17 @@ DIFFERENT = {
     "--master-port PORT": f"see --master-addr (default: {DEFAULT_MASTER_PORT}); on one node, the port of the "
     "ranks' store (default: a free one)",
     "--monitor-interval SECONDS": f"how often to look whether nodes wait, with torch's rendezvous; {NAME} "
-    f"and {ETCD_NAMES[0]} tell, and the end of a rank is seen at once (default: "
+    f"and {ETCD_NAMES[0]} notify, and the end of a rank is seen at once (default: "
     f"{DEFAULT_MONITOR_INTERVAL:g})",
     "--max-restarts N": "how often all ranks may be restarted, counted for all nodes (default: 0)",
     "--shutdown-timeout SECONDS": "from a forwarded signal, or the end of a group, to SIGKILL (default: "
     f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT, else {SHUTDOWN_TIMEOUT:g})",
 }
-#: Those of newer torchruns, for older ones; as they are in those that have them.
+#: Options of newer torchruns, for older ones, as newer ones have them.
 LACKING = {
     "--signals-to-handle SIGNALS": "signals that are forwarded to the ranks and end the job (default: "
     "%(default)s)",
-    "--virtual-local-rank": "each rank sees its own GPU only: CUDA_VISIBLE_DEVICES names it, and LOCAL_RANK "
+    "--virtual-local-rank": "each rank sees only its own GPU: CUDA_VISIBLE_DEVICES names it, and LOCAL_RANK "
     "is 0",
     "--log-line-prefix-template TEMPLATE": "what --tee puts before each line, with ${role_name}, ${rank}, "
     "${local_rank} and ${hostname} in it (default: TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE, else role and "
@@ -149,9 +149,9 @@ OWN_OPTIONS = {
     "--drain-timeout SECONDS": "SIGTERM drains this node if the others can continue without it: its ranks "
     "leave the job when their next step begins, or are terminated after this long (default: 0: the job ends)",
     "--drained-exit-code N": "exit code of a node that was drained (default: 0)",
-    "--job-secret-file PATH": "the job's secret, the same on all nodes, by which its processes know each "
-    f"other in the store; (default: {secret.SECRET_ENV}; else on one node, and on etcd with a login, the job "
-    "makes one)",
+    "--job-secret-file PATH": "the job's secret, the same on all nodes, by which its processes recognize "
+    f"each other in the store (default: {secret.SECRET_ENV}; else on one node, and on etcd with a login, the "
+    "job makes one)",
     "--result-file PATH": "write how the job ended to this file, as JSON (default: no file)",
     "--exit-barrier-timeout SECONDS": "how long a node whose ranks are done waits for the others (default: "
     f"{EXIT_BARRIER_TIMEOUT:g})",
@@ -167,7 +167,7 @@ OWN_OPTIONS = {
 
 
 def _defaults() -> dict[str, str]:
-    """Texts, which a variable ``PET_…`` replaces."""
+    """As text, which a variable ``PET_…`` overrides."""
     return {
         "--rdzv-backend": NAME,
         "--rdzv-endpoint": "",
@@ -193,13 +193,13 @@ def _value(
     fits: Callable[[T], bool] = lambda _: True,
     needed: bool = False,
 ) -> Callable[[str], T | str]:
-    """Makes what argparse reads a value by. It leaves an empty one to `Parser.read`.
+    """Makes the function by which argparse reads a value. It leaves an empty one to `Parser.read`.
 
     Args:
-        convert: makes the value of a text; raises an error if that is none.
-        why: what to use instead, for the error; what ``convert`` has raised when empty.
-        fits: whether the value will do.
-        needed: whether there has to be a value, though a variable ``PET_…`` may be empty.
+        convert: makes a value from a text; raises an error if it cannot.
+        why: what to use instead, for the error; the error of ``convert`` when empty.
+        fits: whether the value is allowed.
+        needed: whether a value is required, even if a variable ``PET_…`` is empty.
     """
 
     def read(text: str) -> T | str:
@@ -217,7 +217,7 @@ def _value(
 
 
 def _count(most: int = _MOST) -> Callable[[str], int | str]:
-    """From 0 on; as torchrun takes it, with spaces around it and a sign."""
+    """A count from 0; as for torchrun, spaces around it and a sign are allowed."""
     return _value(int, f"use a number of at least 0 and at most {most}", lambda count: 0 <= count <= most)
 
 
@@ -227,7 +227,7 @@ def _seconds(least: float) -> Callable[[str], float | str]:
 
 
 def _one_of(*choices: str) -> Callable[[str], str]:
-    """One of some words; also from a variable, where argparse's ``choices`` are not looked at."""
+    """One of some words; also checks a variable, for which argparse ignores ``choices``."""
     return _value(str, f"use {', '.join(choices[:-1])} or {choices[-1]}", choices.__contains__, needed=True)
 
 
@@ -242,7 +242,7 @@ def _least_and_most(text: str) -> tuple[int, int]:
 
 
 def _signals(text: str) -> list[signal.Signals | str]:
-    """Signals by their names; a name that none has stays a text."""
+    """Signals by their names; an unknown name stays text."""
     return [signal.Signals.__members__.get(each.strip(), each.strip()) for each in text.split(",")]
 
 
@@ -283,7 +283,7 @@ _READERS: dict[str, Callable[[str], Any]] = {
     "--devices-per-node": _value(lambda text: text if text == "auto" else int(_count()(text))),
     "--restart-policy": _one_of(*(policy.value for policy in Policy)),
     "--log-format": _one_of(*FORMATS),
-    "--result-file": _value(str, "name a file, which is replaced, in a folder that is there", _is_replaced),
+    "--result-file": _value(str, "name a file in an existing folder; it is replaced", _is_replaced),
     "--job-secret-file": _value(lambda path: secret.checked(path, Path(path).read_bytes())),
 }
 _BY_METAVAR = {"N": _count(), "K": _count(), "SECONDS": _seconds(0)}
@@ -297,7 +297,7 @@ class Parser(argparse.ArgumentParser):
     An error names the option, its value and the way out.
 
     Attributes:
-        warnings: what the user should know, though the command line will do; a line each.
+        warnings: what the user should know, though the command line is valid; a line each.
     """
 
     def __init__(self, theirs: argparse.ArgumentParser, **more: Any) -> None:
@@ -306,13 +306,13 @@ class Parser(argparse.ArgumentParser):
         self.warnings: list[str] = []
 
     def read(self, argv: Sequence[str] | None) -> argparse.Namespace:
-        """Parses the command line. What is empty is None then, if an empty text does not do."""
+        """Parses the command line. Empty values become None, unless an empty text is valid."""
         given = self.parse_args(argv)
         for action in self._actions:
             if not action.option_strings or getattr(given, action.dest, None) != "":
                 continue
             option = action.option_strings[0]
-            if action.default != "":  # torchrun takes its own ones empty
+            if action.default != "":  # torchrun accepts its own options empty
                 say = self.warn if option in self._theirs else self.error
                 say(f"{option} '': is empty; give it a value, or leave it out")
             if action.type not in (None, str):
@@ -325,7 +325,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"ftrun: error: {without_secrets(message)}\n")
 
     def contradict(self, one: str, other: str, why: str) -> NoReturn:
-        """Ends for two options that cannot both be meant; says what to do."""
+        """Ends because two options contradict each other; says what to do."""
         self.error(f"{one} and {other} contradict each other: {why}")
 
     def warn(self, message: str) -> None:
@@ -340,7 +340,7 @@ class Parser(argparse.ArgumentParser):
         ]
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
-        """What an abbreviation may stand for: if it does for an option of torchrun's, only for that."""
+        """What an abbreviation may stand for: only torchrun's options, if it fits any of those."""
         found = super()._get_option_tuples(option_string)
         # An option's two spellings are one option, which not every version of argparse knows.
         matches: dict[int, Any] = {}
@@ -350,7 +350,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _option_of(found: re.Match[str]) -> str:
-    """The option of an error of argparse's, which has all its spellings."""
+    """The option in an error of argparse, which lists all its spellings."""
     return f"{max(found[1].split('/'), key=lambda text: (text.count('-'), len(text)))} "
 
 
@@ -380,7 +380,7 @@ def make_parser() -> Parser:
     """All options of ``ftrun``, each also set by a variable ``PET_…`` as torchrun's are.
 
     Raises:
-        ValueError: such a variable of an option without a value is no number.
+        ValueError: such a variable of an option without a value is not a number.
     """
     parser = Parser(
         get_args_parser(),
@@ -398,7 +398,7 @@ def make_parser() -> Parser:
         *_spellings("--print-completion"),
         action=_PrintCompletion,
         choices=("bash", "zsh", "tcsh"),
-        help="print what the shell needs to complete the options of ftrun, and exit; takes the package shtab",
+        help="print what the shell needs to complete the options of ftrun, and exit; needs the package shtab",
     )
     lacking = {said: help for said, help in LACKING.items() if said.split()[0] not in parser._theirs}
     _add(parser, parser, lacking)
@@ -452,20 +452,20 @@ class Options:
         redirects: which streams go to files instead of the console.
         tee: which streams go to files and to the console.
         local_ranks_filter: the ranks that may write to the console; all when None.
-        signals: what is forwarded to the ranks and then ends the job.
+        signals: those that are forwarded to the ranks and then end the job.
         shutdown_timeout: seconds between a forwarded signal and SIGKILL.
-        drain_timeout: seconds for which SIGTERM lets ranks come to their next step, where the other nodes go
-            on without this one; 0: it ends them.
-        policy: what is done about a rank that fails.
+        drain_timeout: seconds that SIGTERM gives ranks to reach their next step, if the other nodes go on
+            without this one; 0: it ends them.
+        policy: what to do about a rank that fails.
         max_restarts: how often all ranks may be restarted.
-        max_rank_restarts: how often each rank may be started again alone.
-        forks: whether ranks are forked from a process that has torch imported.
+        max_rank_restarts: how often each rank may be restarted alone.
+        forks: whether ranks are forked from a process that has imported torch.
         logs_specs: what decides where log files go.
-        virtual_local_rank: whether each rank sees its own GPU only.
-        active_world_size: so many ranks call the function of a wrapped job; None: all.
-        spare_nodes: so many of the nodes have hot spares only.
+        virtual_local_rank: whether each rank sees only its own GPU.
+        active_world_size: how many ranks call the function of a wrapped job; None: all.
+        spare_nodes: how many of the nodes have only hot spares.
         devices: of this node, if it has more ranks and some are spares: active ones get one each; else 0.
-        monitor_interval: seconds between two looks whether nodes wait, with handlers that do not notify.
+        monitor_interval: seconds between two looks for waiting nodes, with handlers that do not notify.
         exit_barrier_timeout: seconds for which a node whose ranks are done waits for the others.
         rendezvous: how this node finds the others; None if there are none.
         address: what the user calls this node if there are no others; empty if nothing.
@@ -474,12 +474,12 @@ class Options:
         log_line_prefix: what ``--tee`` puts before each line; role and rank when None.
         warnings: about the command line, a line each.
         check: whether to look for what may go wrong, and to start nothing.
-        log_format: how log lines look, those of the ranks' wrappers, too: ``text`` or ``json``.
+        log_format: format of log lines, including those of the ranks' wrappers: ``text`` or ``json``.
         node_check: what this node has to pass before it takes a seat; None: nothing.
         result_file: where to write how the job has ended; empty for nowhere.
         drained_exit_code: of this process once its node was drained.
         secret: of the job, if the user gives it.
-        variables: of the environment, that options stand for.
+        variables: environment variables that options stand for.
     """
 
     nproc_per_node: int
@@ -520,7 +520,7 @@ class Options:
 
     @contextlib.contextmanager
     def environment(self) -> Iterator[None]:
-        """Sets `variables` for a while, and makes the folder of the events."""
+        """Sets `variables` within the context, and makes the folder of the events."""
         before = {name: os.environ.get(name) for name in self.variables}
         os.environ.update(self.variables)
         try:
@@ -626,7 +626,7 @@ def _warn_of_what_has_no_effect(parser: Parser, args: argparse.Namespace) -> Non
 
 
 def _warn_of_ranks(parser: Parser, args: argparse.Namespace) -> None:
-    """Leaves out local ranks that there are not."""
+    """Leaves out local ranks that do not exist."""
     nproc = args.nproc_per_node
     for option in ("--redirects", "--tee", "--local-ranks-filter"):
         ranks = getattr(args, name(option))
@@ -674,7 +674,7 @@ def _program(parser: Parser, args: argparse.Namespace) -> Program:
             parser.error(f"script {script}: no such program, or not executable (--no-python: without python)")
         return Program((path, *arguments))
     if args.module:
-        # Another Python has other modules, and says itself what it misses.
+        # Another Python has other modules, and reports itself what it lacks.
         if python is None and not _module_exists(script):
             parser.error(f"module {script}: not found, or without __main__; install it or set PYTHONPATH")
     elif not os.path.exists(script):
@@ -703,7 +703,7 @@ def _module_exists(name: str) -> bool:
             found = (finder.find_spec(".".join(parts[:end]), where) for finder in finders)
             if (spec := next(filter(None, found), None)) is None:
                 return False
-            if spec.submodule_search_locations is None:  # no package
+            if spec.submodule_search_locations is None:  # not a package
                 return end >= len(parts) - 1
             where = list(spec.submodule_search_locations)
     except (KeyError, ImportError):
@@ -732,7 +732,7 @@ def _nodes(parser: Parser, args: argparse.Namespace, policy: Policy) -> dict[str
         known = {STATIC, *OURS, *rendezvous_handler_registry._registry}
         if args.rdzv_backend not in known:
             names = ", ".join(sorted(known))
-            parser.error(f"--rdzv-backend {args.rdzv_backend}: there is no such; use {names}")
+            parser.error(f"--rdzv-backend {args.rdzv_backend}: there is no such backend; use {names}")
         _check_node_rank(parser, args, most + spares, is_alone)
     port = DEFAULT_MASTER_PORT if args.master_port is None else args.master_port
     if is_alone:
@@ -772,14 +772,14 @@ def _active_world_size(
     active: int | None = args.active_world_size
     if active is not None and active > most * nproc:
         parser.error(
-            f"--active-world-size {active}: is more than the {most * nproc} ranks that there are with "
+            f"--active-world-size {active}: is more than the {most * nproc} ranks of a job with "
             f"--nnodes {_shown(args.nnodes)} and --nproc-per-node {nproc}; start more of them, or lower it"
         )
     return active
 
 
 def _devices(parser: Parser, args: argparse.Namespace, most: int, spares: int, active: int | None) -> int:
-    """Reads what `Options.devices` is; ends the program if there are too few."""
+    """Finds `Options.devices`; ends the program if there are too few."""
     nproc, is_auto = args.nproc_per_node, args.devices_per_node == "auto"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if args.virtual_local_rank and visible is not None and len(visible.split(",")) < nproc:
@@ -791,7 +791,7 @@ def _devices(parser: Parser, args: argparse.Namespace, most: int, spares: int, a
     if active is None or active >= (most + spares) * nproc:
         return 0
     count = torch.cuda.device_count() if is_auto else count  # it asks NVML, and makes no context
-    if not 2 <= count < nproc:  # ranks that share a single one are taken to do so on purpose
+    if not 2 <= count < nproc:  # ranks that share a single one are assumed to do so on purpose
         return 0
     given = f"--spare-nodes {spares}" if spares else f"--active-world-size {active}"
     given = f"--nproc-per-node {nproc} {given}"
@@ -814,7 +814,7 @@ def _check_node_rank(parser: Parser, args: argparse.Namespace, most: int, is_alo
     if rank >= most and (args.master_port is not None or not is_alone):
         parser.error(
             f"--node-rank {rank}: with {most} {'nodes' if most > 1 else 'node'} the last one is {most - 1}; "
-            "give the number of them with --nnodes; one that is to wait until a place is free has --node-id "
+            "set their number with --nnodes; a node that is to wait for a free place takes --node-id "
             "ID instead"
         )
     if args.node_id not in (None, str(rank)):
@@ -840,12 +840,12 @@ def _warn_of_what_is_superfluous(parser: Parser, args: argparse.Namespace) -> No
     nothing = (None, "")
     given = ", ".join(f"{option} {one}" for option, one, usual in options if one not in (*nothing, *usual))
     if given:
-        why = "beside --standalone" if args.standalone else "on one node without --rdzv-endpoint"
-        parser.warn(f"{given}: no effect {why}, for this node meets no other")
+        why = "with --standalone" if args.standalone else "on one node without --rdzv-endpoint"
+        parser.warn(f"{given}: no effect {why}, as this node meets no other")
 
 
 def _endpoint(parser: Parser, args: argparse.Namespace, port: int, spares: int) -> str:
-    """Where the nodes meet; where torchrun's do if the user does not say."""
+    """Where the nodes meet; by default, where torchrun's do."""
     if args.rdzv_endpoint:
         return str(args.rdzv_endpoint)
     what = f"--nnodes {_shown(args.nnodes)}" + (f" with --spare-nodes {spares}" if spares else "")
@@ -929,12 +929,12 @@ def _node_check(parser: Parser, args: argparse.Namespace, backend: str) -> NodeC
         why = f"there, the others wait for a node that stays out; use --rdzv-backend {NAME}"
         parser.contradict(f"--node-check {command}", f"--rdzv-backend {backend}", why)
     retries = args.node_check_retries if backend else args.node_check_retries or 0
-    # poll takes no more than some 25 days
+    # poll waits for at most about 25 days
     return NodeCheck(command, min(args.node_check_timeout, 1e6), retries) if command else None
 
 
 def _drain_timeout(parser: Parser, args: argparse.Namespace, backend: str) -> float:
-    """For how long SIGTERM drains this node; warns where it cannot."""
+    """For how long SIGTERM drains this node; warns if it cannot."""
     seconds: float = args.drain_timeout
     if backend in OURS or not seconds:
         return seconds

@@ -164,9 +164,9 @@ def opened(path: str, files: ExitStack) -> int | None:
 class Tail(threading.Thread):
     """Shows what is written to a file, line by line, in a thread of its own, until `end` and once after it.
 
-    Torch's `TailLog` may end before its last look, and then loses what was written in between. Where the
-    console is a pipe it shows nothing before there are 8 KB. It cuts a line in two that is written in pieces,
-    and ends at a character that the console cannot encode.
+    Torch's `TailLog` may end before its last look, and then loses what was written in between. On a pipe it
+    shows nothing before there are 8 KB. It splits a line that is written in pieces, and ends at a character
+    that the console cannot encode.
 
     Args:
         path: the file; made if it is not there yet.
@@ -202,7 +202,7 @@ class Tail(threading.Thread):
             try:
                 self._show()
             except (OSError, ValueError) as error:  # the console's reader is gone, or it is closed
-                log.warning("what is written to %s is not shown any more: %s", self._path, error)
+                log.warning("output to %s is no longer shown: %s", self._path, error)
 
     def _show(self) -> None:
         rest, ended = b"", False
@@ -253,7 +253,7 @@ def read_failure(
     Args:
         rank: its rank, among those of all nodes.
         pid: the process.
-        incarnation: which process in a row of the rank it was.
+        incarnation: number of this process of the rank, from 0.
         exitcode: its exit code, or minus the number of the signal.
         files: its streams and its error file.
         kernel_kills: how many processes the kernel has killed here for lack of memory since it began.
@@ -278,7 +278,7 @@ def read_failure(
 
 
 def _why_lost(log_file: str) -> str:
-    """Why nothing more can be written beside a log file, as on a full disk; empty if it can."""
+    """Why nothing more can be written next to a log file, as on a full disk; empty if it can."""
     try:
         with tempfile.TemporaryFile(dir=os.path.dirname(log_file), buffering=0) as probe:
             probe.write(bytes(_BLOCK))
@@ -320,7 +320,7 @@ def write_own_error_file(cause: Failure | Exception) -> None:
 
 
 def report(failures: Sequence[Failure], nproc: int, node: str = "") -> str:
-    """Says who failed, how and where to look.
+    """Says which ranks failed, how, and where to look.
 
     Args:
         failures: in the order of happening.
@@ -345,15 +345,15 @@ def report(failures: Sequence[Failure], nproc: int, node: str = "") -> str:
 
 
 # How often the kernel has killed for lack of memory ---------------------------------------------------------
-# It says so to no one, but it counts: before it sends the SIGKILL, by cgroup, the one that this process and
-# its ranks are in, and those below it.
+# The kernel notifies nobody, but it counts before it sends SIGKILL: by cgroup, in that of this process and
+# its ranks and in those below it.
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _COUNTERS = {"memory": "memory.oom_control", "": "memory.events"}  # of versions 1 and 2, by the controller
 
 
 def count_kernel_kills(events: Path | None = None) -> int:
-    """How many processes the kernel has killed here for lack of memory; 0 where it does not tell.
+    """How many processes the kernel has killed here for lack of memory; 0 if it does not say.
 
     Args:
         events: the file that `kills_file` finds; that of this process when None.

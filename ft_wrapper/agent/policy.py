@@ -106,7 +106,7 @@ class RankBudget:
 
     @property
     def left(self) -> int:
-        """How many there are, as at the last death."""
+        """How many are left, as of the last death."""
         return self._most - len(self._ages)
 
     def spend(self, lived: float, *, is_first: bool) -> float | None:
@@ -185,7 +185,7 @@ class RestartPolicy:
 
     def _is_alone(self, facts: JobFacts) -> bool:
         if self._policy is Policy.AUTO:
-            # For good: what has formed once goes on in its ranks.
+            # For good: a job that has formed goes on in its ranks.
             self._has_formed = self._has_formed or facts.formed
             return self._has_formed
         return self._policy is Policy.RANK

@@ -49,7 +49,7 @@ class Program:
 
     Args:
         command: program and arguments, for exec.
-        script: the Python script or module; None if the program is none, or another Python must run it.
+        script: the Python script or module; None if it is neither, or another Python must run it.
         arguments: the script's.
         is_module: whether it is a module.
     """
@@ -63,7 +63,7 @@ class Program:
 def python_program(
     script: str, arguments: Iterable[str], *, is_module: bool = False, python: str | None = None
 ) -> Program:
-    """A script, or a module, that Python runs; this one when None."""
+    """A script or module that Python runs; this Python when None."""
     flags = ("-u", "-m") if is_module else ("-u",)
     command = (python or sys.executable, *flags, script, *arguments)
     return Program(command, script, tuple(arguments), is_module)
@@ -83,8 +83,8 @@ class Job:
         role: their name in log lines.
         run_id: of the job on all nodes.
         max_restarts: how often the whole group may be restarted.
-        active_world_size: so many ranks call the function of a wrapped job; None: as the wrapper says.
-        virtual_local_rank: whether each rank sees its own GPU only.
+        active_world_size: how many ranks call the function of a wrapped job; None: as the wrapper says.
+        virtual_local_rank: whether each rank sees only its own GPU.
         timer_file: the named pipe of the watchdog; empty if there is none.
         signals: names of those that end the ranks, with commas.
         devices: `DEVICES_ENV` for the ranks, where there are more of them than devices; else empty.
@@ -106,8 +106,8 @@ class Job:
         # it is unset the wrapper sets it to 0, and without a wrapper torch's default ends a hang.
         variables = {
             "TORCHELASTIC_RUN_ID": self.run_id,
-            # Ranks that wait for another one look after it now and then. At WARNING, c10d writes two lines
-            # for each wait that ends in a look.
+            # Ranks that wait for another one check on it now and then. At WARNING, c10d writes two lines for
+            # each wait that such a check ends.
             _CPP_LOG_LEVEL_ENV: os.environ.get(_CPP_LOG_LEVEL_ENV, "ERROR"),
         }
         if self.shares_processor():
@@ -149,7 +149,7 @@ class Job:
             FORMATION_SIZE_ENV: str(where.formation_size),
             "MASTER_ADDR": host,
             "MASTER_PORT": port,
-            # The store is there already: no rank shall try to host it.
+            # The store is already up: no rank may try to host it.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "RANK": str(where.rank(local_rank)),
             "LOCAL_RANK": str(local_rank),
@@ -175,7 +175,7 @@ class Request:
 
     Args:
         rank: its local rank.
-        incarnation: which process in a row of it, in this round.
+        incarnation: number of this process of the rank in this round, from 0.
         files: where its streams and its error go.
         environment: in addition to our own.
         is_replaced: whether another one is started if it dies.
@@ -219,7 +219,7 @@ class RankProcess:
         return os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
 
     def reap(self) -> int:
-        """Takes note of the end, which has come; ends the helpers of a process that failed; closes the pidfd.
+        """Reaps the ended process; ends its helpers if it failed; closes the pidfd.
 
         Returns:
             The exit code, or minus the number of the signal that ended it.
@@ -229,7 +229,7 @@ class RankProcess:
         exitcode = status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
         if exitcode != 0:
             # Its helpers, data loaders for instance, would hold memory, ports and devices. Done before it is
-            # reaped, so that the number is its own still. What a successful rank leaves may stay.
+            # reaped, so that the pid is still its own. Helpers of a successful rank may stay.
             self.send(signal.SIGKILL)
         os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED)
         os.close(self.pidfd)
@@ -245,7 +245,7 @@ def start(
 ) -> subprocess.Popen[bytes]:
     """Starts a program in a session of its own; it is killed when this process dies, however that happens.
 
-    A Python program ignores `NOTICES` until the script handles them, so that they do not end it before.
+    A Python program ignores `NOTICES` until the script handles them, so that they do not end it earlier.
 
     Args:
         command: program and arguments.
@@ -271,7 +271,7 @@ def start(
 
 
 def die_with(parent: int, ignored: Sequence[int] = ()) -> None:
-    """This process is killed when its parent dies, also while it holds the GIL; at once if it has died.
+    """This process is killed when its parent dies, even while it holds the GIL; at once if it has died.
 
     Args:
         parent: the process that is our parent, if it lives.
@@ -296,21 +296,21 @@ def await_adoption(parent: int) -> None:
     if os.getppid() == parent:
         with contextlib.suppress(ProcessLookupError):
             pidfd = os.pidfd_open(parent)
-            connection.wait([pidfd])  # the kernel hands children over before it says that a process has ended
+            connection.wait([pidfd])  # the kernel hands children over before it reports a process's end
             os.close(pidfd)
 
 
 @contextlib.contextmanager
 def adopted() -> Iterator[Callable[[Collection[int]], None]]:
-    """For a while, this process is a subreaper: it adopts what its descendants leave behind.
+    """Within it, this process is a subreaper: it adopts what its descendants leave behind.
 
     So the ranks that its template forks become its own children. Then it also gets what the ranks leave
     behind, data loaders for instance, and has to wait for these.
 
     Returns:
-        A context: what waits for orphans that have ended, without blocking. It takes the children that the
-        caller waits for itself: the first of them that has ended, and was not waited for yet, hides what
-        comes behind it. Call it again then.
+        A context: a function that reaps ended orphans, without blocking. It takes the children that the
+        caller reaps itself: the first of them that has ended, and was not reaped yet, hides all behind it.
+        Call it again then.
 
     Raises:
         OSError: the kernel refuses.

@@ -28,7 +28,7 @@ class Start(RankAction):
 
     Args:
         rank: its local rank.
-        incarnation: which process in a row of it.
+        incarnation: number of this process of the rank, from 0.
         restarts: how often all ranks have been restarted.
         is_replaced: whether another one is started if it dies.
     """
@@ -41,7 +41,7 @@ class Start(RankAction):
 
 @dataclasses.dataclass(frozen=True)
 class CancelStarts(RankAction):
-    """Takes back what the template was asked for."""
+    """Withdraws all requests to the template."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Send(RankAction):
 
 @dataclasses.dataclass(frozen=True)
 class Kill(RankAction):
-    """Kills all that run, and waits: `Ranks.ended` follows for each, also if stuck in the kernel."""
+    """Kills all that run, and waits: `Ranks.ended` follows for each, even if stuck in the kernel."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,12 +81,12 @@ class AskPlace(RankAction):
 
 @dataclasses.dataclass(frozen=True)
 class AskEnd(RankAction):
-    """Asks since when all that run wait at their end: `Ranks.waits_at_end` follows if they do."""
+    """Asks since when all running ranks wait at their end: `Ranks.waits_at_end` follows if they do."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LeaveJob(RankAction):
-    """Leaves the job, for the other nodes."""
+    """Notifies the other nodes that this one leaves the job."""
 
     why: str
 
@@ -119,9 +119,9 @@ class AskDrain(RankAction):
     """Asks the other nodes that this one may leave, in order: `Ranks.stays` follows if it may not.
 
     Args:
-        within: seconds until ranks are ended that have not left.
+        within: seconds after which ranks that have not left are ended.
         why: for people.
-        signum: the signal that stands for it, if it is one.
+        signum: the signal that caused it, if one did.
     """
 
     within: float
@@ -131,9 +131,9 @@ class AskDrain(RankAction):
 
 #: Signals.
 TERM, KILL = 15, 9
-#: Seconds from a start to the fork of the next process ahead: it is not to be in the way of a restart.
+#: Seconds from a start to the next fork ahead, which must not get in the way of a restart.
 SPARE_DELAY = 1.0
-#: Seconds for which ranks may wait at their end, if another one has failed for good.
+#: Seconds for which ranks may wait at their end if another rank has failed for good.
 END_LIMIT = 60.0
 #: Seconds after which a node that does not know whether it has its place asks again.
 PLACE_DELAY = 1.0
@@ -181,7 +181,7 @@ class _Leaving:
     """A rank that was asked to leave the job.
 
     Args:
-        at: when it is sent a signal, if it runs yet.
+        at: when it is sent a signal, if it still runs.
         signum: which one.
     """
 
@@ -207,12 +207,12 @@ class Ranks:
 
     Args:
         nproc: how many there are.
-        policy: what is done about those that fail.
+        policy: what to do about those that fail.
         group: keeps state and counts, for people.
         shutdown_timeout: seconds from the signal that ends ranks to `Kill`.
         clock: monotonic seconds.
-        drain_timeout: seconds for which SIGTERM lets ranks come to their next step, where the other nodes go
-            on without this one; 0: it ends them.
+        drain_timeout: seconds that SIGTERM gives ranks to reach their next step, if the other nodes go on
+            without this one; 0: it ends them.
 
     Attributes:
         round: the current round; set by the first `begin_round`.
@@ -242,7 +242,7 @@ class Ranks:
         self._leaving: dict[int, _Leaving] = {}  # by local rank, those that are gone as well
         self._stop: _Stop | None = None
         self._spare_at: float | None = None  # when a process is to be forked ahead
-        self._ask_end_at: float | None = None  # from a failure for good on
+        self._ask_end_at: float | None = None  # set once a rank failed for good
         self._out_of_reach = ""
         self._outcome = End()  # what has been said of the whole job so far
 
@@ -308,14 +308,14 @@ class Ranks:
         forgiven: list[Failure] = []
         for failure in in_order(self._failures):
             if finished is not None:
-                # A process that was in the job to its end, and failed then, has lost what it was to do.
+                # A process that was in the job to its end, and then failed, has lost the work it had left.
                 counts = failure.rank in finished and finished[failure.rank] in (None, failure.pid)
             else:
                 counts = failure.rank - self.round.base_rank not in self._healed
             (counted if counts else forgiven).append(failure)
         own = [failure for failure in counted if not failure.ended_by]
         all_failed = len({failure.rank for failure in counted}) == self._nproc
-        # Those that were asked to leave when it was too late have come to the job's end instead.
+        # Ranks that were asked to leave too late have reached the job's end instead.
         left = {self.round.rank(rank) for rank in self._leaving}.difference(finished or ())
         return dataclasses.replace(
             self._outcome,
@@ -335,7 +335,7 @@ class Ranks:
         ranks = [str(self.round.rank(rank)) for rank in sorted(self._of(_Running) if of is None else of)]
         return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(ranks)}" if ranks else "no rank"
 
-    # What happens: each answers what is to be done, in this order ----------------------------------------
+    # Events: each returns what is to be done, in this order ----------------------------------------------
 
     def begin_round(self, where: Round) -> list[Start]:
         """The nodes have met: all ranks are to be started.
@@ -366,7 +366,7 @@ class Ranks:
         return [AskToLeave(rank)] if rank in self._leaving else []
 
     def not_started(self, rank: int, failure: Failure, facts: JobFacts) -> list[RankAction]:
-        """A process that was asked for could not be started; says why, as the failure that it is."""
+        """A process that was asked for could not be started; ``failure`` says why."""
         self._ranks.pop(rank, None)
         return [] if self._stop is not None else self._decide(rank, failure, 0.0, facts)
 
@@ -390,7 +390,7 @@ class Ranks:
             line = f"rank {self.round.rank(rank)} has left the job, as it was asked to"
             return [Log(line, is_warning=False)]
         if failure is None or self._stop is not None:
-            return []  # what a signal of ours ended did not fail of its own accord
+            return []  # a process that our signal ended did not fail on its own
         assert isinstance(process, _Running)
         return self._decide(rank, failure, self._clock() - process.started, facts)
 
@@ -404,14 +404,14 @@ class Ranks:
             return [line, Send(signum)]
         self._note(signum=signum, signal=name)
         self._healed.update(self._of(_Running))
-        # The others hear of it first: so none of them waits for ranks that are about to end.
+        # The others are notified first, so none of them waits for ranks that are about to end.
         leave = LeaveJob(f"it was ended by {name}")
         return [line, *self._begin_stop(again=False), leave, EndTemplate(signum), Send(signum)]
 
     def take_news(self, news: News) -> list[RankAction]:
         """The other nodes have done something."""
         if news.what is What.CLOSED:
-            self._note(closed=True, elsewhere=news.result)  # the ranks come to their own end
+            self._note(closed=True, elsewhere=news.result)  # the ranks end on their own
             return []
         if news.what is What.NOTICE:
             return [] if self._stop is not None else [AskDrain(news.within, news.why)]
@@ -441,16 +441,16 @@ class Ranks:
                 continue
             if is_ours:
                 starts.append(self._start(rank, due.incarnation))
-            else:  # a new process of its slot would throw out the one that has the place now
+            else:  # a new process of its slot would supersede the one that has the place now
                 self._ranks[rank] = _Due(due.incarnation, now + PLACE_DELAY)
         return starts or self._give_up_if_alone()
 
     def does_not_leave(self, rank: int) -> None:
-        """A rank that was asked to leave has no next step to do so: it is signalled with the next tick."""
+        """A rank that was asked to leave has no next step at which to do so: the next tick signals it."""
         self._leaving[rank].at = self._clock()
 
     def waits_at_end(self, since: float) -> list[RankAction]:
-        """All that run wait at their end, where what an interrupted function has left may hang for ever.
+        """All running ranks wait at their end, where leftovers of an interrupted function may hang forever.
 
         Args:
             since: when the last of them came there, in the clock's seconds.
@@ -461,7 +461,7 @@ class Ranks:
         return [Log(f"{self.names()}: {waited}"), *self._begin_stop(again=False), Send(TERM)]
 
     def stays(self, asked: AskDrain, why: str) -> list[RankAction]:
-        """The other nodes cannot go on without this one, or are not heard: a signal does what it always does.
+        """The other nodes cannot go on without this one, or do not answer: a signal does what it always does.
 
         Args:
             asked: what was asked.
@@ -475,7 +475,7 @@ class Ranks:
         return [EndTemplate(), *self._begin_stop(again=False), Kill()]
 
     def tick(self, outcome: JobOutcome) -> list[RankAction]:
-        """All that has happened so far was handled: now to what is due. Comes before each wait.
+        """Handles what is due, once all events so far were handled. Comes before each wait.
 
         Args:
             outcome: how the job has ended, where `needs_outcome`.

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 
 from .._text import IN_LINE, cut
 
-# What there is to do: nothing; mend the program, for the same would happen again; mend the command line; try
-# again here, for a machine, a network or a process was lost (EX_TEMPFAIL of sysexits.h); try on another node.
+# What there is to do: nothing; fix the program, as the same would happen again; fix the command line; try
+# again here, as a machine, a network or a process was lost (EX_TEMPFAIL of sysexits.h); try on another node.
 DONE, PROGRAM, COMMAND_LINE, INFRASTRUCTURE, BAD_NODE = 0, 1, 2, 75, 76
 _NAMES = {0: "done", 1: "program", 2: "command line", 75: "infrastructure", 76: "bad node"}
 
@@ -18,10 +18,10 @@ class JobResult:
     """How a job has ended; or a node's part in it, if that ended before the job.
 
     Args:
-        exit_code: for whatever has started it; see docs/launching.md.
+        exit_code: for the program that started it; see docs/launching.md.
         why: in a line, for people; empty if there is nothing to say.
-        culprit: the rank whose failure it was; empty if it was none's.
-        verdict: the exit code in a word; follows from the code if it is empty.
+        culprit: the rank that caused it; empty if none did.
+        verdict: the exit code in a word; derived from the code if empty.
     """
 
     exit_code: int
@@ -33,17 +33,17 @@ class JobResult:
         object.__setattr__(self, "verdict", self.verdict or _NAMES.get(self.exit_code, "signal"))
 
     def to_text(self) -> str:
-        """The result as a JSON object, of one line; a long reason is cut, for all nodes read it."""
+        """The result as a JSON object, of one line; a long reason is cut, as all nodes read it."""
         return json.dumps(vars(self) | {"why": cut(self.why, IN_LINE)})
 
     @classmethod
     def from_text(cls, text: str) -> "JobResult | None":
-        """Reads a result; None if the text is none."""
+        """Reads a result; None if the text is not one."""
         return cls(**json.loads(text)) if text.startswith("{") else None
 
 
 def worst(results: Iterable[JobResult | None]) -> JobResult | None:
-    """The result of all together: one that says not to try again counts first, the first of equal ones.
+    """The combined result: one that rules out another try counts first; of equal ones, the first.
 
     Args:
         results: what each node has said; None if one has said nothing.
@@ -142,7 +142,7 @@ class News:
         what: what follows.
         why: for people; empty if there is nothing to say.
         slots: of a drain: of which ranks; empty for all of this node.
-        within: of a drain or a notice: seconds until ranks are ended that have not left.
+        within: of a drain or a notice: seconds after which ranks that have not left are ended.
         result: of an end: how the job has ended, if that is known.
     """
 
@@ -164,10 +164,10 @@ class Failure:
         when: seconds since the epoch: of the exception, if it was recorded, else of the end.
         error: the first line of what was recorded; empty if nothing was.
         file: where to read on: a log file or the error file; empty if there is none.
-        incarnation: which process in a row of the rank it was.
+        incarnation: number of this process of the rank, from 0.
         error_file: where its exception was recorded; empty if it was not.
         ended_by: the error of another rank that ended the job, and this process with it; empty if none did.
-        gave_up: whether it left the job for good, because going on is of no use.
+        gave_up: whether it left the job for good, because going on is useless.
         was_stranded: whether it left the job because the store or the other ranks did not answer.
         came_before: whether a process ended with this exit code in the round before, and no job has formed.
         how: how the process ended, in words.
@@ -189,7 +189,7 @@ class Failure:
 
 
 def in_order(failures: Iterable[Failure]) -> list[Failure]:
-    """Sorts failures by time, the first one first; those of the same second, as records count, stay."""
+    """Sorts failures by time, the earliest first; those of the same second keep their order."""
     return sorted(failures, key=lambda failure: int(failure.when))
 
 
@@ -240,7 +240,7 @@ class End:
 def result_of_failures(failures: Sequence[Failure], node: str) -> JobResult:
     """What the failures of a node's ranks mean for the job.
 
-    A process that gave up, or exited by itself, would do so again. One that was killed counts as a loss,
+    A process that gave up, or exited on its own, would do so again. One that was killed counts as a loss,
     unless one was killed by the same signal in the round before, and no job has formed.
 
     Args:

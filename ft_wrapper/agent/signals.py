@@ -1,4 +1,4 @@
-"""The signals that an agent gets: queued for its loop, or raised in what cannot look at a queue."""
+"""The signals that an agent gets: queued for its loop, or raised in code that cannot look at a queue."""
 
 import signal
 import socket
@@ -12,7 +12,7 @@ from ..store.bounded import call_in_thread
 
 T = TypeVar("T")
 
-#: What is forwarded to the ranks and ends them, by default.
+#: Those that are forwarded to the ranks and end them, by default.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 #: Handed to the ranks that have a handler; they end nothing. Schedulers send them ahead of a job's end.
 NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
@@ -33,7 +33,7 @@ class Signalled(BaseException):
 
 
 class SignalQueue:
-    """The signals that arrived and were not looked at yet.
+    """The signals that arrived and were not read yet.
 
     Args:
         fd: where their numbers are read; readable when there are any.
@@ -57,7 +57,7 @@ class SignalQueue:
     def raised(self) -> Iterator[None]:
         """Within it, the first signal that ends the job is raised, too, as `Signalled`; others are not.
 
-        For waits that know nothing of signals. One that had come before and was not read counts, too.
+        For waits that ignore signals. A signal that came earlier and was not read counts, too.
         """
         self._raises = True
         try:
@@ -92,7 +92,7 @@ class SignalQueue:
 
 @contextmanager
 def queued(ending: Iterable[signal.Signals]) -> Iterator[SignalQueue]:
-    """Takes signals over for a while: these, `NOTICES` and SIGCHLD. Main thread only.
+    """Takes over signals within the context: these, `NOTICES` and SIGCHLD. Main thread only.
 
     Handlers and wakeup fd are put back afterwards. A hangup (``nohup``) or a notice that is being ignored
     stays so.
@@ -125,7 +125,7 @@ def handle_notices(handler: Callable[[int, types.FrameType | None], object] | si
 
 
 def signal_name(signum: int) -> str:
-    """``SIGTERM`` for 15; real-time signals, which have no name each, by number."""
+    """``SIGTERM`` for 15; real-time signals, which have no names, by number."""
     try:
         return signal.Signals(signum).name
     except ValueError:

@@ -1,15 +1,15 @@
 """The template process, from which every rank is forked: torch is imported in it once.
 
-A process that has torch already is in its script some ten milliseconds after the request, or at once if it
-was forked ahead, instead of the seconds that importing torch takes. What it finds is what a program that was
-started by exec finds: its own environment, arguments, ``__main__``, random numbers, session and signals.
+A process that has torch already reaches its script some ten milliseconds after the request, or at once if it
+was forked ahead, instead of the seconds that importing torch takes. It finds what a program started by exec
+finds: its own environment, arguments, ``__main__``, random numbers, session and signals.
 
 - One thread only: what other threads hold at the moment of a fork (a lock, a pool of workers) is broken in
   the child. So nothing is computed there, and the threads are counted before each fork.
 - A rank is forked twice, so that it becomes a child of the agent, a subreaper: the agent waits for it itself,
   and the template may die without harm.
-- A forked process does nothing until the agent tells it, over a socket of its own, what to run. So no rank
-  runs that the agent does not know.
+- A forked process does nothing until the agent sends it, over its own socket, what to run. So the agent knows
+  each rank that runs.
 
 The agent's side of it is `Standby`; what follows runs in the template and in the ranks.
 """
@@ -52,7 +52,7 @@ _PACKAGE = str(Path(__file__).resolve().parents[2])
 #: socket's descriptor, the agent's process, ``-m`` or ``-``, and the script with its arguments.
 BOOT = (
     "import sys; "
-    # Not the working directory, in which anything may lie: the rank puts its script's own one there.
+    # Not the working directory, which may hold anything: the rank puts its script's directory there.
     "sys.path[:] = [*filter(None, sys.path), sys.argv[1]]; "
     "from ft_wrapper.agent.standby import main; "
     "from ft_wrapper import *; "  # what a script may import
@@ -136,7 +136,7 @@ class Standby:
         return self._socket.fileno()
 
     def pids(self) -> list[int] | None:
-        """The processes that are our children; None while the template forks one with a pid yet unknown."""
+        """The processes that are our children; None while the template forks one of unknown pid."""
         if self._asked is not None:
             return None
         return [self.process.pid, *([self._spare.pid] if self._spare is not None else [])]
@@ -201,7 +201,7 @@ class Standby:
         return bool(self._requests) and time.monotonic() - self._requests[0].asked >= seconds
 
     def close(self, timeout: float) -> list[Request]:
-        """Ends the template, and the processes that wait for orders; those that run already go on.
+        """Ends the template, and the processes that wait for orders; those that already run go on.
 
         Args:
             timeout: seconds to wait for the template's end after SIGKILL. One that is stuck in the kernel is
@@ -237,7 +237,7 @@ class Standby:
 
     def _take(self, answer: dict[str, Any], found: list[tuple[Request, int | str]]) -> None:
         orders, self._asked = self._asked, None
-        assert orders is not None, "the template answers when it is asked only"
+        assert orders is not None, "the template answers only when asked"
         if "pid" in answer:
             self._spare = _Spare(answer["pid"], orders)
             return
@@ -276,7 +276,7 @@ def _socketpair() -> tuple[socket.socket, socket.socket]:
 def main() -> None:
     """Serves the agent until it is gone. In each rank it returns, or raises, once the script has run."""
     _, _, fd, agent, kind, script, *arguments = sys.argv
-    sys.path.pop()  # the ranks search where they would search if they had been started by themselves
+    sys.path.pop()  # the ranks search where they would have searched if started on their own
     # A collection in a rank would write to, and so copy, whatever it looks at.
     gc.disable()
     gc.collect()
@@ -291,7 +291,7 @@ def main() -> None:
 
 
 def _serve(control: socket.socket) -> socket.socket:
-    """Forks a process for each request. Returns only in these: the socket that came with the request."""
+    """Forks a process for each request. Returns only in the forked processes: the socket of the request."""
     while True:
         data, fds, _, _ = socket.recv_fds(control, _MAX_MESSAGE, 1)
         if not data:
@@ -311,7 +311,7 @@ def _serve(control: socket.socket) -> socket.socket:
 
 
 def _fork() -> dict[str, object] | None:
-    """Forks a rank, by a process between; returns what to answer, or None in the rank."""
+    """Forks a rank, through an intermediate process; returns what to answer, or None in the rank."""
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
         return {"error": f"it has {threads} threads and cannot be forked safely"}
@@ -331,7 +331,7 @@ def _fork() -> dict[str, object] | None:
 
 
 def _fork_again(write_end: socket.socket) -> None:
-    """In the process between: forks the rank, writes its pid and ends. Returns in the rank."""
+    """In the intermediate process: forks the rank, writes its pid and ends. Returns in the rank."""
     between = os.getpid()
     try:
         pid = os.fork()
@@ -371,7 +371,7 @@ def _become_what_is_ordered(orders: socket.socket, agent: int) -> str:
 
 
 def _set_blas_threads() -> None:
-    """Gives OpenBLAS the threads that it would have taken by itself, had it not been held to one."""
+    """Gives OpenBLAS the threads that it would have taken on its own, had it not been limited to one."""
     count = os.environ.get(_BLAS_THREADS) or os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     threads = int(count) if count.isdecimal() else len(os.sched_getaffinity(0))
     if threads <= 1:

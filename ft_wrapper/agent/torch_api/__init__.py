@@ -1,1 +1,1 @@
-"""What programs find that were written for torch's own agents."""
+"""What programs written for torch's own agents find."""

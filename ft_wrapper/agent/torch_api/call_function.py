@@ -25,7 +25,7 @@ def pack(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
 
     Args:
         function: what they call; of a module, so that it can be found by its name.
-        arguments: its arguments; in strings ``${local_rank}`` is put in.
+        arguments: its arguments; ``${local_rank}`` in strings is substituted.
 
     Raises:
         TypeError: it cannot be sent; says what to do.
@@ -44,7 +44,7 @@ def pack(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
 
 
 def write_call(folder: str, packed: bytes) -> None:
-    """Writes down what each worker is to call.
+    """Records what each worker is to call.
 
     Args:
         folder: of its own, for this and for what they return.
@@ -61,14 +61,14 @@ def read_result(folder: str, local_rank: int) -> Any:
         local_rank: whose; it has succeeded.
 
     Raises:
-        OSError: it has returned nothing, for it ended by ``sys.exit``.
+        OSError: it has returned nothing, as it ended by ``sys.exit``.
     """
     return pickle.loads(Path(folder, str(local_rank)).read_bytes())
 
 
 @record
 def main(folder: str, local_rank: str) -> None:
-    """Calls the function, and writes down what it returns.
+    """Calls the function, and records what it returns.
 
     Args:
         folder: where the call is, and where the result goes.

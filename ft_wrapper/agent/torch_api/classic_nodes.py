@@ -1,7 +1,7 @@
-"""The other nodes, by any of torch's rendezvous handlers, in the way of torch's own agents.
+"""The other nodes, by any of torch's rendezvous handlers, as in torch's own agents.
 
 Every change of membership is a new round. Such a handler does not notify: this node asks `num_nodes_waiting`
-now and then, and the others notice by themselves that a node has left. Single ranks are replaced within a
+now and then, and the others notice on their own that a node has left. Single ranks are replaced within a
 round as with our own rendezvous; nodes are not.
 """
 
@@ -26,7 +26,7 @@ from ..rounds import News, Round, What
 
 log = logging.getLogger(__name__)
 
-#: Seconds within which the nodes of a round that has formed tell each other how many ranks they have.
+#: Seconds within which the nodes of a round that has formed exchange how many ranks they have.
 EXCHANGE_TIMEOUT = 60.0
 END_TIMEOUT = 15.0
 _JOIN_THREAD = 5.0
@@ -39,7 +39,7 @@ class ClassicNodes(Nodes):
         spec: the workers. Its ``master_addr``, else its ``local_addr``, is how the others reach this node; as
             the handler says when both are None. A node that is alone need not have one that can be looked up.
             The store of the workers, on the first node, is at ``master_port``, unless the handler has that.
-        exit_barrier_timeout: seconds for which this node waits for the others, when its own ranks are done.
+        exit_barrier_timeout: seconds for which this node waits for the others, once its own ranks are done.
         make_handler: makes the handler, with the first round; the spec's when None.
     """
 
@@ -66,7 +66,7 @@ class ClassicNodes(Nodes):
             self._handler = self._make_handler()
         try:
             info = self._handler.next_rendezvous()
-        except elastic.RendezvousClosedError as error:  # torch's own say nothing
+        except elastic.RendezvousClosedError as error:  # torch's own have no text
             error.args = error.args or ("the job is over: its rendezvous is closed",)
             raise
         self._worker_store, own = None, ""
@@ -160,7 +160,7 @@ class ClassicNodes(Nodes):
 
 
 def exchange(store: Store, rank: int, size: int, spec: WorkerSpec, address: str) -> Round:
-    """Tells the other nodes how many ranks this one has, and finds its place; O(size) operations in all.
+    """Publishes how many ranks this node has, and finds its place; O(size) operations in all.
 
     As in torch's agents, the first node reads what all have written; here it passes on the whole list.
 
@@ -205,12 +205,12 @@ def _get(store: Store, key: str, rank: int) -> str:
     except DistStoreError as error:
         raise elastic.RendezvousTimeoutError(
             f"node {rank} joined the round, but did not say how many ranks it has within "
-            f"{EXCHANGE_TIMEOUT:g} s; see whether it runs"
+            f"{EXCHANGE_TIMEOUT:g} s; check that it runs"
         ) from error
 
 
 def _clone(store: Store) -> Store:
-    """A client of its own, where torch can make one: the handler's is busy with signs of life."""
+    """A client of its own, where torch can make one: the handler's is busy with heartbeats."""
     innermost: object = store
     while isinstance(innermost, PrefixStore):
         innermost = innermost.underlying_store

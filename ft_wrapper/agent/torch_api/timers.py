@@ -2,7 +2,7 @@
 
 With ``TORCHELASTIC_ENABLE_FILE_TIMER=1`` the agent has a `FileTimerServer`, and its workers find the named
 pipe in ``TORCHELASTIC_TIMER_FILE``. One that overruns a ``timer.expires(…)`` of
-``torch.distributed.elastic.timer`` is killed, has failed, and is treated like any other that has.
+``torch.distributed.elastic.timer`` is killed, and is treated like any other that failed.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ class _Server(FileTimerServer):
 
 @contextlib.contextmanager
 def watchdog(run_id: str) -> Iterator[str]:
-    """Serves the workers' timers for a while, if the environment asks for that.
+    """Serves the workers' timers within the context, if the environment asks for that.
 
     Args:
         run_id: the job.

@@ -107,7 +107,7 @@ def test_a_console_that_is_gone_is_named_once(tmp_path: Path, caplog: pytest.Log
     with caplog.at_level(logging.WARNING, "ft_wrapper"):
         tail = Tail(str(path), Gone(), "")
         tail.close()
-    assert [f"{path} is not shown any more" in record.getMessage() for record in caplog.records] == [True]
+    assert [f"{path} is no longer shown" in record.getMessage() for record in caplog.records] == [True]
 
 
 def test_a_file_that_cannot_be_made(tmp_path: Path) -> None:
