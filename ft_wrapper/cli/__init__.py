@@ -1,1 +1,1 @@
-"""The commands of ``ftrun`` beside starting a job."""
+"""The commands of ``ftrun`` other than starting a job."""

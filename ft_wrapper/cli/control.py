@@ -1,4 +1,4 @@
-"""A running job by its stores, from any host: how it stands, a drain, a restart, a stop.
+"""A running job by its stores, from any host: its status, a drain, a restart, a stop.
 
 A drain and a stop go into the record that the nodes agree on, and their agents carry them out. A restart ends
 the iteration, as a fault does.
@@ -42,7 +42,7 @@ def read_record(store: Operations) -> RendezvousRecord | None:
 
 
 def meeting_place(endpoint: str) -> str:
-    """Where the record is, by what a user calls the job: on etcd the job's prefix is enough."""
+    """Where the record is, from the endpoint that a user gives: on etcd the job's prefix is enough."""
     if not is_etcd(endpoint) or EtcdAddress.parse(endpoint).namespace:
         return endpoint
     return str(EtcdAddress.parse(endpoint).within(RENDEZVOUS))
@@ -58,7 +58,7 @@ def ranks_store(endpoint: str, store: Operations, record: RendezvousRecord) -> s
 
 
 def follow(endpoint: str, longest: float, opened: contextlib.ExitStack) -> Generator[Status, None, None]:
-    """Reads how a job stands, whenever that changes, round after round.
+    """Reads a job's status whenever it changes, round after round.
 
     Args:
         endpoint: what a user calls the job: where its nodes meet, or the store of its ranks.
@@ -106,7 +106,7 @@ def follow(endpoint: str, longest: float, opened: contextlib.ExitStack) -> Gener
 
 
 def read_now(endpoint: str) -> str:
-    """How a job stands now, as JSON in a line; empty if its store cannot be read.
+    """A job's current status, as one line of JSON; empty if its store cannot be read.
 
     Args:
         endpoint: what a user calls the job; empty before its nodes have met.
@@ -168,7 +168,7 @@ class JobStores:
         """Changes the record of the nodes.
 
         Args:
-            change: makes the new record of the old one; called again if another node was faster.
+            change: makes the new record from the old one; called again if another node was faster.
 
         Raises:
             Refused: the job has no record.
@@ -190,7 +190,7 @@ def drain(endpoint: str, target: str, within: float, why: str) -> str:
     Args:
         endpoint: what a user calls the job.
         target: a node or a slot; see `drains.find`.
-        within: seconds until those are ended that have not left.
+        within: seconds after which ranks that have not left are ended.
         why: for people.
 
     Returns:
@@ -226,7 +226,7 @@ def drain(endpoint: str, target: str, within: float, why: str) -> str:
 
 
 def _await_gone(store: StoreMixin, slots: set[int], seconds: float) -> None:
-    """Waits until none of the processes is in the job that hold these slots now."""
+    """Waits until all processes that hold these slots now have left the job."""
     agreement = Agreement(store)
     leaving = set(holders(agreement, slots))
     deadline = store.now() + seconds
@@ -256,7 +256,7 @@ def restart(endpoint: str, why: str) -> str:
         What was done, for people.
 
     Raises:
-        Refused: no iteration is on.
+        Refused: no iteration is running.
         StoreError: a store cannot be used.
     """
     with contextlib.ExitStack() as opened:

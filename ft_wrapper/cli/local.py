@@ -1,4 +1,4 @@
-"""The jobs of this user on this host: each ``ftrun`` answers by a Unix socket how its job stands.
+"""The jobs of this user on this host: each ``ftrun`` serves its job's status on a Unix socket.
 
 The sockets lie in a folder that only this user may enter. A client reads two lines: the job, and its status.
 """
@@ -38,17 +38,17 @@ class LocalJob:
 
 @contextlib.contextmanager
 def served(job: Callable[[], LocalJob]) -> Iterator[None]:
-    """Answers for a while, in a thread, how a job stands; where that cannot be, the log says why.
+    """Serves a job's status within the context, in a thread; if it cannot, the log says why.
 
     Args:
-        job: says which one it is. Called in the thread.
+        job: returns the job. Called in the thread.
     """
     with contextlib.ExitStack() as opened:
         listening = opened.enter_context(socket.socket(socket.AF_UNIX))
         try:
             path = _folder() / uuid.uuid4().hex[:8]  # such a path may have some hundred characters
             opened.callback(path.unlink, missing_ok=True)
-            listening.bind(f"{path}.new")  # a client takes a file for stale that has no listener yet
+            listening.bind(f"{path}.new")  # a client takes a file without a listener for stale
             listening.listen()
             os.rename(f"{path}.new", path)
         except OSError as error:
@@ -71,7 +71,7 @@ def _answer(listening: socket.socket, job: Callable[[], LocalJob]) -> None:
                 connection.settimeout(_PATIENCE)
                 found = job()
                 connection.sendall(json.dumps(dataclasses.asdict(found)).encode() + b"\n")
-                from .control import read_now  # not before somebody asks
+                from .control import read_now  # not before a client asks
 
                 connection.sendall(read_now(found.names[0]).encode() + b"\n")
 
@@ -99,7 +99,7 @@ def jobs_here(name: str = "") -> list[tuple[LocalJob, str]]:
                 with agent.makefile(encoding="utf-8") as lines:
                     job = LocalJob(**json.loads(lines.readline()))
                     if not name or name in job.names:
-                        found.setdefault(job.names[0], (job, ""))  # also if its store does not answer in time
+                        found.setdefault(job.names[0], (job, ""))  # even if its store does not answer in time
                         found[job.names[0]] = job, lines.readline().strip()
     return sorted(found.values(), key=lambda one: one[0].pid)
 
@@ -114,5 +114,5 @@ def _folder() -> Path:
     folder.mkdir(0o700, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        raise PermissionError(f"{folder} is no folder that only this user may enter")
+        raise PermissionError(f"{folder} is not a folder that only this user may enter")
     return folder

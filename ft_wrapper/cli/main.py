@@ -2,7 +2,7 @@
 
 What a job needs, torch above all, is imported when one is started. The commands for a running one, from any
 shell or host, import torch, which takes seconds, only once the job's store is needed: arguments are checked
-first, then whether anything listens there; for a status the job's agent on this host is asked before.
+first, then whether anything listens there; a status first asks the job's agent on this host.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from ..store.bounded import call_in_thread
 from .local import jobs_here
 from .status import Status
 
-#: What ``ftrun`` does beside starting a script, and where. One of such a name is started as ``./status``.
+#: The commands of ``ftrun``, and where they are. A script of such a name is started as ``./status``.
 COMMANDS = {
     "status": "ft_wrapper.cli.main:main_status",
     "report": "ft_wrapper.report.command:main",
@@ -40,16 +40,16 @@ COMMANDS = {
     "restart": "ft_wrapper.cli.main:main_restart",
     "stop": "ft_wrapper.cli.main:main_stop",
 }
-#: Seconds from a drain until ranks are ended that have not come to their next step, by default.
+#: Seconds after which a drain ends ranks that have not reached their next step, by default.
 WITHIN = 30.0
 _PATIENCE = 1.5  # seconds to reach a host that does not answer
 
 
 def level_of_ftrun() -> str:
-    """What ``LOGLEVEL`` says, else ``INFO``. torch reads it, too, as its elastic package is imported.
+    """What ``LOGLEVEL`` says, else ``INFO``. torch reads it, too, when its elastic package is imported.
 
     Raises:
-        SystemExit: it is no level, as torch would say with a traceback (2; one line on stderr).
+        SystemExit: it is not a level: torch would show a traceback (2; one line on stderr).
     """
     said = os.environ.get("LOGLEVEL", "INFO")
     if said not in logging.getLevelNamesMapping():
@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _carry_out(name: str, argv: Sequence[str]) -> int:
-    """Carries out a command; a reader that has read enough, such as ``head``, ends it quietly."""
+    """Carries out a command; ends quietly once its reader, such as ``head``, has read enough."""
     try:
         code: int = pkgutil.resolve_name(COMMANDS[name])(argv)
         sys.stdout.flush()
@@ -104,12 +104,12 @@ def _carry_out(name: str, argv: Sequence[str]) -> int:
 
 
 def command() -> NoReturn:
-    """What the command ``ftrun`` is: `main`, and the end of the process with its exit code.
+    """The command ``ftrun``: `main`, and the end of the process with its exit code.
 
-    It leaves out Python's own last steps, which write to most of torch's memory: a third of a second. And a
-    thread that returns from torch's code meanwhile would abort the process before Python 3.14.
+    It skips Python's own shutdown, which writes to most of torch's memory: a third of a second. Before Python
+    3.14, a thread that returns from torch's code meanwhile would also abort the process.
     """
-    handle_notices(lambda *_: None)  # also before the agent takes them over, and after
+    handle_notices(lambda *_: None)  # before the agent takes them over, and afterwards, too
     if COMMANDS.keys() & {*sys.argv[1:2]}:  # c10d prints two lines for each wait that times out
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     code = main()
@@ -120,11 +120,11 @@ def command() -> NoReturn:
     os._exit(code)
 
 
-# How a job stands ------------------------------------------------------------------------------------------
+# A job's status --------------------------------------------------------------------------------------------
 
 
 def main_status(argv: Sequence[str]) -> int:
-    """``ftrun status``: prints how a job stands.
+    """``ftrun status``: prints a job's status.
 
     Args:
         argv: the arguments.
@@ -134,7 +134,7 @@ def main_status(argv: Sequence[str]) -> int:
 
     Raises:
         StoreError: there is no such job, or its store cannot be read.
-        ValueError: a job cannot be called so, or is not called anything, and there is none on this host.
+        ValueError: the name cannot be a job's, or there is no name and no job on this host.
     """
     parser = _parser("status", "Shows the state of a wrapped job: its iteration, its ranks, the last fault.")
     what = "keep running, and print the status again when it changes"
@@ -162,17 +162,17 @@ def main_status(argv: Sequence[str]) -> int:
 
 
 def _interruptible(statuses: Iterator[Status]) -> Iterator[Status]:
-    """The same, so that ctrl-C is obeyed at once: in a call of torch's stores it would have to wait."""
+    """The same, but ctrl-C works at once: in a call of torch's stores it would have to wait."""
     while (status := call_in_thread(lambda: next(statuses, None), "reading the status")) is not None:
         yield status
 
 
 def _statuses(endpoint: str, said: str, longest: float, opened: contextlib.ExitStack) -> Iterator[Status]:
-    """How a job stands, and how it stands after each change.
+    """A job's status now and after each change.
 
     Args:
-        endpoint: what to call it.
-        said: what an agent of it on this host says; empty if there is none.
+        endpoint: the job's endpoint.
+        said: the status from its agent on this host; empty if there is none.
         longest: see `control.follow`.
         opened: closes the stores.
     """
@@ -195,7 +195,7 @@ def _check_listens(endpoint: str) -> None:
     raise StoreError(f"nothing listens at {endpoint}: {failed}")
 
 
-# What changes a job ----------------------------------------------------------------------------------------
+# Commands that change a job --------------------------------------------------------------------------------
 
 
 def main_drain(argv: Sequence[str]) -> int:
@@ -252,7 +252,7 @@ def _parser(name: str, what: str) -> argparse.ArgumentParser:
 
 
 def _control(name: str, args: argparse.Namespace, *more: object) -> int:
-    """Does to a job what a command is for, by the function of `control` that has its name.
+    """Carries out a command on a job, by the function of `control` that has its name.
 
     Args:
         name: of the command.

@@ -75,7 +75,7 @@ def run(options: Options) -> int:
             words = " ".join(str(error).split())
             if isinstance(error.__cause__ or error, socket.gaierror):
                 # It says neither which name nor what to do.
-                words += f"; see whether the endpoint and this host's own name, {socket.gethostname()}, can "
+                words += f"; check that the endpoint and this host's own name, {socket.gethostname()}, can "
                 words += "be looked up here (/etc/hosts)"
             words = without_secrets(f"cannot start {options.script}: {words}")
             if options.log_format == JSON:
@@ -92,7 +92,7 @@ def _conclude(options: Options, result: JobResult) -> int:
     if result.verdict == "drained":
         result = dataclasses.replace(result, exit_code=options.drained_exit_code)
     if path := options.result_file:
-        part = f"{path}.{os.urandom(8).hex()}"  # a name that no other user knows, who could put a link there
+        part = f"{path}.{os.urandom(8).hex()}"  # another user who knew the name could put a link there
         try:
             with open(part, "x", encoding="utf-8") as file:
                 file.write(result.to_text() + "\n")
@@ -115,7 +115,7 @@ def _meet(options: Options, cleanup: ExitStack) -> Nodes:
 
 @contextmanager
 def _log_folder(options: Options) -> Iterator[str]:
-    """Makes the folder where it is not there; only its owner gets in then, whatever the umask.
+    """Makes the folder if it does not exist; then only its owner may enter it, whatever the umask.
 
     Args:
         options: the job. Without ``log_dir`` it is a temporary folder, removed if nothing was written there.
@@ -176,7 +176,7 @@ def _set_up_logging(options: Options, level: str) -> None:
 
 
 def start_job(argv: Sequence[str], level: str) -> int:
-    """Starts the job that a command line asks for, or with ``--check`` looks what may go wrong with it.
+    """Starts the job that a command line asks for, or with ``--check`` looks for what may go wrong with it.
 
     Args:
         argv: the arguments.
@@ -236,7 +236,7 @@ def local_job(options: Options, nodes: Nodes) -> LocalJob:
 def _ft(options: Options, parameters: RendezvousParameters) -> FtNodes:
     settings, identity = read_parameters(parameters)
     agreed = {"restart_policy": options.policy.value, "max_restarts": str(options.max_restarts)}
-    # A node that says less agrees with nodes of a version that had no such options.
+    # A node that publishes fewer options agrees with nodes of a version without them.
     more = {"active_world_size": options.active_world_size, "spare_nodes": options.spare_nodes}
     agreed |= {name: str(number) for name, number in more.items() if number}
     return FtNodes(

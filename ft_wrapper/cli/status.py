@@ -1,4 +1,4 @@
-"""How a job stands: its nodes, its ranks, the last fault; read from its store, without torch."""
+"""A job's status: its nodes, its ranks, the last fault; read from its store, without torch."""
 
 import dataclasses
 import json
@@ -28,14 +28,14 @@ class NodeStatus:
 
     Args:
         id: names the node.
-        place: ``seat``, ``waiting`` for the next round, ``spare``; if it has left its seat, ``drained`` where
-            it was asked to, else ``lost``; ``kept out`` if it has not passed its check.
+        place: ``seat``, ``waiting`` for the next round, ``spare``; if it has left its seat, ``drained`` if it
+            was asked to, else ``lost``; ``kept out`` if it has not passed its check.
         group_rank: its number; None if it has no seat, or its round is not complete.
         slots: the first and the last slot of its ranks; None without a seat in a complete round.
         incarnation: how many agents had this id before; None for a lost one.
         address: where the others reach it; empty if that is not known.
         reason: why it is kept out.
-        since: for how long it has been, in seconds since the epoch by its own clock.
+        since: since when it is, in seconds since the epoch by its own clock.
     """
 
     id: str
@@ -58,7 +58,7 @@ class RankStatus:
 
     Args:
         slot: its rank at the start of the job, which never changes.
-        incarnation: which process in a row holds the slot.
+        incarnation: which of the slot's processes holds it, from 0.
         active_rank: its rank in the function; None for a spare, and for one that is not in it yet.
         host: where it runs; empty if that is not known.
         pid: its process; None if that is not known.
@@ -84,7 +84,7 @@ class Status:
         world_size: how many ranks there are, spares included.
         active_world_size: how many of them are in the function; None while that is being agreed on.
         ranks: all of them, by slot.
-        last_faults: what ended the iteration before, or the present one if it has ended; in words.
+        last_faults: what ended the previous iteration, or the current one if it has ended; in words.
         nodes: all nodes that have or had a place in the rendezvous, and those that are kept out; none if its
             store was not asked.
     """
@@ -107,8 +107,8 @@ class Status:
         """Reads `to_json`.
 
         Raises:
-            ValueError: it is no JSON.
-            TypeError: there are other fields than this version has.
+            ValueError: it is not JSON.
+            TypeError: its fields differ from this version's.
         """
         fields = json.loads(text)
         fields["ranks"] = tuple(RankStatus(**rank) for rank in fields["ranks"])
@@ -117,7 +117,7 @@ class Status:
         return cls(**fields)
 
     def to_text(self) -> str:
-        """Some lines for people, without what a terminal obeys, such as in a host's name."""
+        """Some lines for people, without control characters, as in a host's name."""
         lines = "\n".join([*self._of_the_ranks(), *self._of_the_nodes()])
         return "".join(each if each.isprintable() or each == "\n" else "\ufffd" for each in lines)
 
@@ -150,7 +150,7 @@ class Status:
 
 
 def read_status(store: Operations) -> Status:
-    """Reads how a job stands.
+    """Reads a job's status.
 
     Args:
         store: the job's.
@@ -184,7 +184,7 @@ def read_status(store: Operations) -> Status:
 def watch(
     store: Operations, longest: float, read_nodes: Callable[[], NodesSeen | None] = lambda: ((), False)
 ) -> Iterator[Status]:
-    """Reads how a job stands whenever that changes: an iteration ends, another one begins.
+    """Reads a job's status whenever it changes: an iteration ends, another one begins.
 
     Args:
         store: the job's.
@@ -238,7 +238,7 @@ def nodes_in(record: RendezvousRecord) -> tuple[NodeStatus, ...]:
 
 
 def _is_outside(record: RendezvousRecord, node: Node) -> bool:
-    """Whether it has no place, nor has a later agent of its id."""
+    """Whether neither it nor a later agent of its id has a place."""
     inside = record.find(node.id)
     return inside is None or inside.incarnation < node.incarnation
 
