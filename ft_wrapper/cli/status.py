@@ -35,7 +35,7 @@ class NodeStatus:
         incarnation: how many agents had this id before; None for a lost one.
         address: where the others reach it; empty if that is not known.
         reason: why it is kept out.
-        since: since when it is, in seconds since the epoch by its own clock.
+        since: when that began, in seconds since the epoch by its own clock.
     """
 
     id: str

@@ -41,7 +41,7 @@ class Buffers:
         self._seen: _Versions = set()
 
     def keep(self, objects: Objects) -> None:
-        """Copies what has changed. Compares all: step hooks and fused optimizers may leave no trace."""
+        """Copies changed tensors. Compares all: step hooks and fused optimizers may leave no trace."""
         (buffers, live), kept, now = _find(objects), self._kept or {}, Tensors()
         touched = self._touched(live) | self._changed
         targets, sources = [], []
@@ -50,7 +50,7 @@ class Buffers:
             if tensor is None or old is None or _form_of(tensor) != _form_of(old):
                 old = None if tensor is None else tensor.detach().clone()
             elif name in touched or not tensor.is_cpu or not _equal(tensor, old):
-                targets.append(old)  # on a GPU without comparing, which would block the host
+                targets.append(old)  # on a GPU without a comparison, which would block the host
                 sources.append(tensor.detach())
             now[name] = old
         if targets:
@@ -76,7 +76,7 @@ class Buffers:
 
         Args:
             objects: whose they are.
-            owners: names of modules; what has been registered in them since is removed.
+            owners: names of modules; anything registered in them since is removed.
         """
         if self._kept is None:
             return

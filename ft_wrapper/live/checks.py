@@ -1,4 +1,4 @@
-"""What users forget in ``build`` or before a commit, told before it costs a step."""
+"""Finds what users forget in ``build`` or before a commit, before it costs a step."""
 
 import contextlib
 import hashlib
@@ -33,12 +33,12 @@ def check_built(objects: object, form: Form, *, has_update: bool) -> None:
     """Checks what ``build`` has returned.
 
     Args:
-        objects: that is it.
+        objects: its result.
         form: how its parameters are found.
         has_update: whether the user passes ``update``.
 
     Raises:
-        TypeError: it is no dictionary of objects that have a state, or one of them cannot be kept.
+        TypeError: it is not a dictionary of objects with a state, or one of them cannot be kept.
         ValueError: an optimizer, a scheduler and what they work on are not all there.
     """
     if not isinstance(objects, Mapping) or not objects:
@@ -89,7 +89,7 @@ _ELSEWHERE = {
 
 
 class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises where a rank talks to others."""
+    """Raises if a rank communicates with others."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "c10d" in func.namespace:
@@ -98,7 +98,7 @@ class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def strangers(objects: Objects, parameters: Mapping[str, torch.nn.Parameter]) -> str | None:
-    """Says which optimizer updates parameters that are in no module; None: none does."""
+    """Names an optimizer that updates parameters of no module; None: there is none."""
     known = set(map(id, parameters.values()))
     for name, optimizer in optimizers(objects):
         lost = sum(id(each) not in known for group in optimizer.param_groups for each in group["params"])
@@ -108,10 +108,10 @@ def strangers(objects: Objects, parameters: Mapping[str, torch.nn.Parameter]) ->
 
 
 def outline(objects: Objects, form: Form) -> Outline:
-    """Says what must be the same on all ranks of what ``build`` returned: names, shapes and order.
+    """The part of what ``build`` returned that must be the same on all ranks: names, shapes and order.
 
     Args:
-        objects: that is it.
+        objects: that result.
         form: takes them apart.
     """
     described = form.describe(objects)
@@ -129,7 +129,7 @@ def outline(objects: Objects, form: Form) -> Outline:
 
 
 def outline_of_arguments(update: Callable[..., object], settings: Mapping[str, Any]) -> Outline:
-    """The same of what the user passes: the update's code, and values.
+    """The same for what the user passes: the update's code, and values.
 
     Args:
         update: as the user passed it, or the default.
@@ -142,7 +142,7 @@ def outline_of_arguments(update: Callable[..., object], settings: Mapping[str, A
 
 
 def _plain(constant: Any) -> Any:
-    """What is the same in all processes: of code its parts, of a set, whose order is not, a list."""
+    """What is the same in all processes: of code its parts; of a set, whose order differs, a list."""
     if isinstance(constant, types.CodeType):
         return constant.co_name, constant.co_code, constant.co_names, [*map(_plain, constant.co_consts)]
     return sorted(map(repr, constant)) if isinstance(constant, frozenset) else repr(constant)
@@ -186,7 +186,7 @@ class Marks:
         self._seen = {name: (each, each._version) for name, each in parameters.items()}
 
     def changed(self, parameters: Mapping[str, torch.nn.Parameter]) -> str | None:
-        """Says what has changed since, and may change only in the update or in ``build``; None: nothing."""
+        """Names a change since then that only the update or ``build`` may make; None: there is none."""
         shapes = {name: tuple(each.shape) for name, each in parameters.items()}
         for name in self._built.keys() | shapes.keys():
             now, built = shapes.get(name, "gone"), self._built.get(name, "nothing")
@@ -227,12 +227,12 @@ def routes_to_equal(
 
 
 def describe_difference(routes: Sequence[Route], said: Sequence[Mapping[str, int]], step: int) -> str:
-    """Names the first thing that differs between replicas, and what becomes of it.
+    """Names the first difference between replicas, and says what follows.
 
     Args:
         routes: who takes whose state.
         said: checksums by name, by rank.
-        step: the ranks are at this one.
+        step: the step of the ranks.
     """
     receiver, giver = routes[0].receiver, routes[0].holders[0]
     mine, its = said[receiver], said[giver]

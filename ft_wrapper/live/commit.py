@@ -3,7 +3,7 @@
 A `Performer` does what touches tensors and other ranks: `TorchPerformer` in a job, a simulated one in tests.
 So both run the same course.
 
-The process may be made to leave at any point outside of `Performer.atomic`. So what counts over iterations is
+The process may be interrupted at any point outside `Performer.atomic`. So what counts over iterations is
 one immutable value, `Kept.held`, and each change of it is one assignment: it is None from before the first
 write of an update or a transfer until after the last.
 """
@@ -26,7 +26,7 @@ class Kept:
         held: what the objects are; None if that is not the state after any step.
         arguments: what the update of a prepared step is called with.
         newest: the newest step known to be committed, whatever is held.
-        failures: how often a recovery has failed on this rank by itself since the last sealed one.
+        failures: how often a recovery has failed because of this rank since the last sealed one.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Kept:
 
 
 class Performer(Protocol):
-    """What the course needs done in a rank's process. What a method raises ends the iteration.
+    """What the course needs done in a rank's process. An error in a method ends the iteration.
 
     Attributes:
         rank: the active rank.
@@ -47,7 +47,7 @@ class Performer(Protocol):
     rank: int
 
     def atomic(self) -> contextlib.AbstractContextManager[Any]:
-        """A block in which the rank is not made to leave; raises if it is to leave already."""
+        """A block in which the rank is not interrupted; raises if it has to leave already."""
 
     # ---- a step
 
@@ -63,16 +63,16 @@ class Performer(Protocol):
     # ---- a recovery
 
     def build(self) -> None:
-        """Makes the objects as they are before the first step."""
+        """Makes the objects in their state before the first step."""
 
     def gather(self, mine: Holding) -> tuple[list[Holding], Register]:
         """Returns all active ranks' holdings, by rank, and active rank 0's reading of the register."""
 
     def copies(self) -> tuple[Copy, ...]:
-        """Returns what there is in host memory."""
+        """Returns the copies in host memory."""
 
     def drop_step(self) -> None:
-        """Drops what is left of a step that was begun: gradients, changed buffers."""
+        """Drops the remains of an unfinished step: gradients, changed buffers."""
 
     def move(self, plan: Plan) -> Any:
         """Carries out the plan's transfers; returns what this rank has received, or None."""
@@ -127,8 +127,8 @@ class Course:
     def commit(self, arguments: tuple[Any, ...] = ()) -> None:
         """Applies the gradients: on all active ranks, or on none.
 
-        A rank that applies them has seen the vote end. So all had entered it, and were prepared before. One
-        that does not see it end can follow in the recovery, without talking to the others.
+        A rank that applies them has seen the vote end. So all had entered it, prepared. A rank that does not
+        see it end can follow in the recovery, without messages to the others.
         """
         held = self._held()
         self.performer.make_ready()
@@ -151,7 +151,7 @@ class Course:
 
     def _held(self) -> Held:
         if self.kept.held is None:
-            raise RuntimeError("the state is not whole any more: an update has failed in this iteration")
+            raise RuntimeError("the state is no longer whole: an update has failed in this iteration")
         return self.kept.held
 
     def compare(self, receivers: Collection[int] | None = ()) -> None:
@@ -176,7 +176,7 @@ class Course:
             needs: the shard that belongs to this rank.
 
         Returns:
-            What was done, with the step where all stand.
+            What was done, with the step that all are at.
         """
         kept, performer, n = self.kept, self.performer, self.number
         was_built = kept.objects is None
@@ -247,7 +247,7 @@ class Course:
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
-        """Counts errors that no other rank has caused: they would come back."""
+        """Counts errors that no other rank has caused, as they would come back."""
         try:
             yield
         except Exception:

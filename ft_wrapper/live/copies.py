@@ -40,15 +40,15 @@ class Copies:
 
     @property
     def stored(self) -> int:
-        """The step of the newest copies that are where they belong, on all ranks; -1: there are none."""
+        """The step of the newest copies that are where they belong, on all ranks; -1 without any."""
         return self._stored if any(step == self._stored for _, step in self._packed) else -1
 
     def known(self) -> tuple[Copy, ...]:
-        """What there is."""
+        """All copies."""
         return tuple(packed.copy for packed in self._packed.values())
 
     def add(self, packed: Packed) -> None:
-        """Puts a copy in."""
+        """Adds a copy."""
         self._packed = {**self._packed, (packed.copy.shard, packed.copy.step): packed}
 
     def flat(self, shard: Hashable, step: int) -> Flat:
@@ -70,7 +70,7 @@ class Copies:
         self._packed = {**self._packed, **labelled}
 
     def drop_given_up(self, origin: int, step: int) -> None:
-        """Drops the copies of other histories, and of steps that this one has not come to."""
+        """Drops the copies of other histories, and of steps that this one has not reached."""
         self._keep(lambda copy: origin in copy.origins and copy.step <= step)
 
     def _keep(self, wanted: Callable[[Copy], bool]) -> None:
@@ -83,7 +83,7 @@ def in_host_memory(flat: Flat) -> Flat:
 
 
 def offsets(nodes: Sequence[str], buddies: int) -> list[int]:
-    """How many ranks further each rank's buddies are: where as many as can be are on another node.
+    """How many ranks further each rank's buddies are, with as many as possible on other nodes.
 
     Args:
         nodes: of all active ranks, by rank.
@@ -105,7 +105,7 @@ def own_node() -> str:
 class Buddies(Lines):
     """Sends this rank's copies to its buddies and receives theirs, in a thread, for one iteration.
 
-    Over connections of its own, so that it meets no collective of the training, and an abort ends it.
+    Has its own connections, so that it meets no collective of the training, and an abort ends it.
 
     Args:
         copies: of the process.
@@ -142,7 +142,7 @@ class Buddies(Lines):
         self._pairs = self.connect_around(addresses, offsets(nodes, buddies))
 
     def send(self, packed: Packed) -> None:
-        """Puts a copy in, and sends it in the background.
+        """Adds a copy, and sends it in the background.
 
         Raises:
             RuntimeError: the one before could not be sent.

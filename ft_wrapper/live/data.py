@@ -1,7 +1,7 @@
 """The batches of a loader from any step on, as in a run that has read them from the first step.
 
 A loader cannot begin in the middle of an epoch, and what its workers draw depends on what each of them has
-loaded before. So a copy of it takes the same indices, skips those of steps that are done, and seeds the
+loaded before. So a copy of it takes the same indices, skips those of finished steps, and seeds the
 generators before each sample by the sample's place in the epoch: a sample that an epoch has several times is
 augmented differently each time.
 """
@@ -63,7 +63,7 @@ def _copy(loader: Any, keys: list[Any], seed: int | None) -> Any:
     if way not in ("torch", "torchdata"):
         return loader
     copied = copy.copy(loader)
-    vars(copied).update(_iterator=None, in_order=True)  # it refuses to have some fields set
+    vars(copied).update(_iterator=None, in_order=True)  # it refuses to set some fields
     if isinstance(loader.dataset, IterableDataset):
         vars(copied).update(persistent_workers=False)  # only with new ones an epoch can be replayed
     else:
@@ -102,7 +102,7 @@ class _Samples:
 
 
 def seed_host(seed: int | None, *parts: object) -> None:
-    """Makes what is drawn on the host depend on these alone; a forked worker must not touch CUDA."""
+    """Makes random draws on the host depend on these alone; a forked worker must not touch CUDA."""
     if seed is not None:
         random.seed(repr((seed, *parts)))
         torch.default_generator.manual_seed(random.getrandbits(63))
@@ -111,7 +111,7 @@ def seed_host(seed: int | None, *parts: object) -> None:
 
 
 def seed_all(seed: int | None, *parts: object) -> None:
-    """The same for what is drawn on this rank's devices, too; None: leaves it as it is."""
+    """The same for draws on this rank's devices, too; None: leaves them as they are."""
     seed_host(seed, *parts)
     if seed is not None and torch.accelerator.is_available():
         module: Any = torch.get_device_module(torch.accelerator.current_accelerator())

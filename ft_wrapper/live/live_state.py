@@ -170,10 +170,10 @@ class LiveState:
     def batches(self, loader: Iterable[Any], steps: int | None = None) -> Iterator[tuple[int, Any]]:
         """Iterates over the remaining steps, as `steps` does, each with its batch: the same after a fault.
 
-        Step ``s`` has batch ``s % len(loader)`` of epoch ``s // len(loader)``. All of the loader that has a
-        ``set_epoch`` is told the epoch: itself, its samplers, the dataset. Batches of earlier steps are not
-        loaded if it is a ``DataLoader`` of a dataset with indices; of an ``IterableDataset``, and of other
-        iterables that have a length, they are loaded again and dropped.
+        Step ``s`` has batch ``s % len(loader)`` of epoch ``s // len(loader)``. The epoch is set on every part
+        of the loader that has a ``set_epoch``: itself, its samplers, the dataset. Batches of earlier steps
+        are not loaded if it is a ``DataLoader`` of a dataset with indices; of an ``IterableDataset``, and of
+        other iterables that have a length, they are loaded again and dropped.
 
         With ``seed=`` samplers draw by the seed and the epoch, the same on all ranks; a
         ``DistributedSampler`` gives each rank its share. What a dataset and ``collate_fn`` draw from

@@ -1,4 +1,4 @@
-"""Carries out what a course asks for, on tensors, by the iteration's process group."""
+"""Carries out what a course asks for, on tensors, through the iteration's process group."""
 
 import contextlib
 import dataclasses
@@ -300,7 +300,7 @@ class TorchPerformer(Performer):
         """See `Performer`."""
         if self.rank == 0:
             with self.atomic():
-                # Not set: a rank 0 that was paused, and went on long after it was evicted, writes nothing.
+                # Not set: a rank 0 that was paused, and resumed long after its eviction, must write nothing.
                 before, now = self._register, f"{register.sealed} {register.origin}"
                 step = CompareAndSet(self._key, before, now) if before else SetIfAbsent(self._key, now)
                 self._services.store.execute([step])
@@ -313,12 +313,12 @@ class TorchPerformer(Performer):
 
         Args:
             buddies: how many ranks have a copy of each shard.
-            copy_every: copies are sent at once if those that arrived are older than so many steps, or a
+            copy_every: copies are sent at once if those that arrived are older than this many steps, or a
                 process is new; a fault may have come while some were on their way.
         """
         if len(self._nodes) > 1:
             copies, timeout = self._kept.copies, self._services.settings.hard_timeout
-            with self.atomic():  # so that its thread is always ended
+            with self.atomic():  # so that its thread always ends
                 self._buddies = Buddies(copies, self.rank, self._host, timeout, self._sign)
                 self._services.connections.append(self._buddies)
                 self._services.at_end.callback(self._buddies.end)
@@ -342,7 +342,7 @@ class TorchPerformer(Performer):
 
 
 def _host_group() -> Any:
-    """A group of all active ranks whose collectives are of host memory, and end on the host.
+    """A group of all active ranks whose collectives use host memory, and end on the host.
 
     Made for this iteration where the default group cannot do that: NCCL's votes end on the device.
     """
@@ -360,10 +360,10 @@ _DEFAULTS = {"init_sync": False} if _HAS_INIT_SYNC else {}
 def data_parallel(
     kept: TorchKept, name: str, module: nn.Module, options: dict[str, Any], group: Any
 ) -> DistributedDataParallel:
-    """Takes up the DDP object that was made in an earlier iteration, or makes one.
+    """Reuses the DDP object of an earlier iteration, or makes one.
 
-    One that lays out its buckets again after the first backward pass cannot stay: a rank that is new
-    would have its gradients in others.
+    One that lays out its buckets again after the first backward pass cannot stay: a new rank would have its
+    gradients in other buckets.
 
     Args:
         kept: what the process keeps.
@@ -385,7 +385,7 @@ def data_parallel(
 
 
 def _reset(ddp: Any, group: Any) -> None:
-    """Forgets the step that a fault has ended half-way."""
+    """Forgets the step that a fault interrupted."""
     ddp._update_process_group(group)  # resets the reducer, too
     ddp.training = ddp.module.training
     ddp.require_backward_grad_sync = True  # it may have been in no_sync()

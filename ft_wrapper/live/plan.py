@@ -12,9 +12,9 @@ class Rung(enum.Enum):
     """Where a recovery takes the state from; the higher rungs lose less."""
 
     PEERS = "living peers"
-    """The processes that live have all of it: no step is lost."""
+    """The living processes have all of it: no step is lost."""
     COPIES = "copies in memory"
-    """All go back to a step of which every shard's copy is left; see ``buddies``."""
+    """All go back to a step for which a copy of every shard is left; see ``buddies``."""
     CHECKPOINT = "checkpoint"
     """It is built, and loaded if there is a checkpoint."""
 
@@ -26,7 +26,7 @@ class Held:
     Args:
         shard: which shard of the state it is; replicas say the same.
         step: the number of steps that made it.
-        is_prepared: the whole gradients of the next step are there, and nothing of its update was done.
+        is_prepared: the complete gradients of the next step are there, and its update has not begun.
         origin: number of the recovery that began its history: nothing was given up since.
         history: number of the last recovery that is known to be sealed; -1: none.
         ready: numbers of the recoveries that were finished with this state since, whose seal was not seen.
@@ -41,7 +41,7 @@ class Held:
 
     @property
     def reach(self) -> set[int]:
-        """The steps at which the holder can stand without talking to anyone."""
+        """The steps that the holder can be at without messages from others."""
         return {self.step, self.step + self.is_prepared}
 
 
@@ -63,14 +63,14 @@ class Copy:
 
 @dataclasses.dataclass(frozen=True)
 class Holding:
-    """What one active rank says at the begin of a recovery; its place in the list is its active rank.
+    """What one active rank reports at the start of a recovery; its place in the list is its active rank.
 
     Args:
         needs: the shard that belongs to its rank.
-        held: what it holds; None if that is nothing, or a part of an update or a transfer.
+        held: what it holds; None if nothing, or only part of an update or a transfer.
         copies: what it has in host memory.
         newest: the newest step that it knows to be committed.
-        gave_up: so many rungs have failed on this rank.
+        gave_up: how many rungs have failed on this rank.
     """
 
     needs: Hashable
@@ -112,7 +112,7 @@ class Plan:
 
     Args:
         rung: where the state comes from.
-        step: where all stand afterwards; with a checkpoint that is its step, which the plan does not know.
+        step: the step of all afterwards; with a checkpoint that is its step, which the plan does not know.
         origin: of all that count or receive, and of the copies that are used; -1: there are none.
         history: of all that count or receive, from then on.
         ready: the same.
@@ -120,7 +120,7 @@ class Plan:
         routes: the transfers. A rank without one stays with what it has: its state, or its own copy.
         void: the ranks whose state cannot be used: it is of a history that was given up.
         missing: the shards without a holder that counts.
-        lost: how many committed steps are done again, as far as the ranks know that are left; None if none of
+        lost: how many committed steps are done again, as far as the remaining ranks know; None if none of
             them was there when one was committed.
     """
 
@@ -159,7 +159,7 @@ def make_plan(holdings: Sequence[Holding], register: Register) -> Plan:
     can reach it takes the newest that every holder can reach, so that no state is overwritten; without such a
     step, the newest.
 
-    A rung at which a recovery has failed by itself is left out, with those above it.
+    A rung at which a recovery has failed on its own is left out, with those above it.
 
     Args:
         holdings: of all active ranks, in their order.
@@ -204,7 +204,7 @@ def make_plan(holdings: Sequence[Holding], register: Register) -> Plan:
 
 
 def _some(holders: Sequence[int], receiver: int) -> tuple[int, ...]:
-    """Few of many holders, others for each receiver: a thousand connections cost more than they bring."""
+    """A few of many holders, others per receiver: a thousand connections cost more than they bring."""
     first = _MOST_HOLDERS * receiver if len(holders) > _MOST_HOLDERS else 0
     places = range(first, first + min(_MOST_HOLDERS, len(holders)))
     return tuple(holders[place % len(holders)] for place in places)
@@ -213,7 +213,7 @@ def _some(holders: Sequence[int], receiver: int) -> tuple[int, ...]:
 def _plan_of_copies(
     holdings: Sequence[Holding], needed: Iterable[Hashable], origin: int, given_up: int = 0
 ) -> Plan:
-    """Goes back to the newest step of which every shard's copy is left; a rank's own copy comes first."""
+    """Goes back to the newest step for which a copy of every shard is left; a rank's own copy comes first."""
     have: dict[int, dict[Hashable, list[int]]] = {}
     for rank, one in enumerate(holdings):
         for copy in one.copies:

@@ -1,6 +1,6 @@
 """What a state consists of: whole on each rank, or in shards.
 
-There is one description of it, for transfers, copies and checks alike. Each part is there as it is: no dtype
+There is one description of it, for transfers, copies and checks alike. Each part is taken as it is: no dtype
 is cast and no layout changed, as ``Optimizer.load_state_dict`` would do.
 """
 
@@ -23,7 +23,7 @@ Tensors = dict[str, torch.Tensor | None]
 
 
 class Form:
-    """One rank's view on the state of the job in one iteration: each rank has all of it.
+    """One rank's view of the state of the job in one iteration: each rank has all of it.
 
     Args:
         build: the user's: makes the objects.
@@ -40,7 +40,7 @@ class Form:
         self._build = build
 
     def build(self) -> Objects:
-        """Makes the objects as they are before the first step."""
+        """Makes the objects in their state before the first step."""
         return self._build()
 
     def rebind(self, objects: Objects) -> Objects:
@@ -89,7 +89,7 @@ class Form:
         """Puts an exported state into the objects, or into new ones.
 
         Args:
-            objects: those that there are; they may be of another iteration.
+            objects: the existing ones; they may be of another iteration.
             flat: from `export`, on this rank or another. Its tensors belong to the objects from now on.
         """
         self.fill(objects, flat)
@@ -127,11 +127,11 @@ class Form:
             parameter.data = filled(parameter.data, values[name])
 
     def local(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """What there is of a tensor on this rank, and how it lies in the whole."""
+        """The part of a tensor on this rank, and where it lies in the whole."""
         return tensor, None
 
     def together(self, tensor: torch.Tensor, layout: Any) -> torch.Tensor:
-        """What `local` has taken apart."""
+        """Puts together what `local` took apart."""
         return tensor
 
 
@@ -246,15 +246,15 @@ def _fill_optimizer(
         device = parameters[name].device
         for key, value in values.items():
             if isinstance(value, torch.Tensor) and value.device.type == device.type:
-                values[key] = value.to(device)  # it has come to the first device of the kind
+                values[key] = value.to(device)  # it was moved to the first device of the kind
         optimizer.state[parameters[name]] = values
 
 
 # Shards -----------------------------------------------------------------------------------------------------
 #
 # As ``fully_shard`` makes them: local tensors outlive the mesh that they were made on. An FSDP2 module keeps
-# its iteration's process groups in many places. So it is not mended but built again, on the meta device,
-# where that costs neither memory nor time for values, and takes the local tensors over.
+# its iteration's process groups in many places. So it is not repaired but built again, on the meta device,
+# where that costs neither memory nor time for values, and takes over the local tensors.
 
 # On the module, so that they go with it. It refers to them anyway, and they may refer to it.
 _CAPTURED = "_ft_wrapper_parameters"
@@ -270,7 +270,7 @@ class Sharded(Form):
         mesh: of this iteration.
 
     Raises:
-        TypeError: ``mesh`` is no DeviceMesh.
+        TypeError: ``mesh`` is not a DeviceMesh.
         ValueError: it has more than two dimensions, or this rank is not in it.
     """
 
@@ -304,7 +304,7 @@ class Sharded(Form):
         return self.adopt(objects, self.export(objects))
 
     def adopt(self, objects: Objects, flat: Flat) -> Objects:
-        """See `Form`. The objects are always new ones: those that are given may be of an old mesh.
+        """See `Form`. Always makes new objects: the given ones may be of an old mesh.
 
         Raises:
             RuntimeError: ``build`` cannot run on the meta device, or something has stayed there.

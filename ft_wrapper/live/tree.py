@@ -41,7 +41,7 @@ class Flat:
 def flatten(
     tree: Any, local: Callable[[torch.Tensor], tuple[torch.Tensor, Any]] = lambda tensor: (tensor, None)
 ) -> Flat:
-    """Takes a state apart. Tensors that are the same view of the same memory are there once.
+    """Takes a state apart. Tensors that are the same view of the same memory are taken once.
 
     Args:
         tree: dictionaries, lists, tuples and whatever else can be pickled, with tensors in it.
@@ -156,7 +156,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def layout(tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
-    """The number of bytes, and a number that is another one if the bytes of tensors are in another order."""
+    """The number of bytes, and a number that differs if the bytes of tensors are in another order."""
     numbers: list[int] = []
     for tensor in tensors:
         is_in_order = tensor.is_contiguous() or not is_dense(tensor)
@@ -173,8 +173,8 @@ def share(tensors: Sequence[torch.Tensor], index: int, count: int) -> tuple[int,
 def pieces(tensors: Iterable[torch.Tensor], begin: int, end: int) -> Iterator[list[memoryview]]:
     """Cuts a part of all bytes into pieces of `PIECE` bytes at most.
 
-    A piece is one view on a large tensor, or views on several small ones: so there is one call of the kernel
-    for many of them. How it cuts depends on the tensors' sizes alone, so both ends do the same. Tensors whose
+    A piece is one view on a large tensor, or views on several small ones: so one call of the kernel serves
+    many of them. How it cuts depends on the tensors' sizes alone, so both ends do the same. Tensors whose
     bytes cannot be viewed as they are (on a device, not dense) are copied when it is their turn.
 
     Args:
@@ -209,7 +209,7 @@ def _room(tensor: torch.Tensor) -> int:
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:
-    """A tensor's bytes, in the order that they have in memory; the view keeps the tensor."""
+    """A tensor's bytes, in their order in memory; the view keeps the tensor."""
     if not is_dense(tensor):
         tensor = tensor.contiguous()
     tensor = tensor.resolve_conj().resolve_neg().cpu()
@@ -232,8 +232,8 @@ def checksum(tensors: Iterable[torch.Tensor]) -> int:
 def extend(total: int, piece: memoryview | bytearray) -> int:
     """The checksum of what has the checksum ``total`` and one more piece.
 
-    Words are weighted by odd numbers and pieces chained by an odd factor, modulo 2**64: whichever bit is
-    another one, so is the sum. zlib.crc32 would cost a third of a transfer's time.
+    Words are weighted by odd numbers and pieces chained by an odd factor, modulo 2**64: if any bit differs,
+    so does the sum. zlib.crc32 would cost a third of a transfer's time.
     """
     count = len(piece) // _WORD
     rest = int.from_bytes(piece[count * _WORD :], "little")
@@ -285,10 +285,10 @@ def spread(piece: memoryview | bytes | bytearray, views: Iterable[memoryview]) -
 
 # Names that a pickle may have -------------------------------------------------------------------------------
 #
-# A name stands for a class or a function, which a pickle may call with whatever it likes. Nothing is imported
-# or called but what is on this list: containers, torch's and numpy's values, what the user has passed to
+# A name stands for a class or a function, which a pickle may call with anything. Only what is on this list is
+# imported or called: containers, torch's and numpy's values, what the user has passed to
 # ``torch.serialization.add_safe_globals``, and the classes in the states of this process itself: so a user's
-# class needs no word.
+# class needs no entry.
 
 _PLAIN = """
 builtins bool bytearray bytes complex dict float frozenset int list range set slice str tuple

@@ -1,11 +1,11 @@
-"""How ranks talk to each other about a state: signed gathers, votes, transfers.
+"""How ranks communicate about a state: signed gathers, votes, transfers.
 
 The process group is used only for what comes before connections of our own: Python's calls of sockets end at
-once when the rank is interrupted. Who is to receive connects, and says a hello that only the two ranks know,
-for one connection. Anybody may connect.
+once when the rank is interrupted. The receiver connects, and sends a hello that only the two ranks know, for
+one connection. Any program may connect.
 
-A process group is not the job's own: who comes first to gloo's keys in the store takes part in its
-collectives. So what a collective gives is read as JSON, and only after its signature.
+A process group is not the job's own: whoever writes gloo's keys in the store first takes part in its
+collectives. So the result of a collective is read as JSON, and only once its signature is verified.
 """
 
 import base64
@@ -97,7 +97,7 @@ class Gather:
 
 _HELLO = 16  # bytes
 _STRANGERS = 64
-"""Connections without a hello that a rank has, beside those that it waits for."""
+"""Connections without a hello that a rank has, besides those that it waits for."""
 
 
 class Address(NamedTuple):
@@ -106,7 +106,7 @@ class Address(NamedTuple):
     Args:
         family: of the address.
         name: the address itself.
-        nonce: of this listener. Rank 0's is what only the ranks know in an open job.
+        nonce: of this listener. In an open job, only the ranks know rank 0's.
     """
 
     family: int
@@ -144,7 +144,7 @@ class Lines:
     Attributes:
         purpose: for errors.
         address: for the others.
-        to: connections to the ranks that hear from this one, who have opened them; by rank.
+        to: connections that ranks which hear from this one have opened; by rank.
         since: connections to the ranks that this one hears from.
 
     Raises:
@@ -158,7 +158,7 @@ class Lines:
         self.since: dict[int, socket.socket] = {}
         self._rank, self._timeout, self._sign = rank, timeout, sign
         self._accepted = 0
-        self._unknown: dict[socket.socket, bytes] = {}  # their words; who is silent for longest is first
+        self._unknown: dict[socket.socket, bytes] = {}  # what they sent; the one silent for longest is first
         self._sockets = contextlib.ExitStack()
         family, _, _, _, name = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         server = socket.create_server(name, family=family, backlog=socket.SOMAXCONN)
@@ -209,7 +209,7 @@ class Lines:
                 line.close()
 
     def connect_around(self, addresses: Addresses, steps: Iterable[int]) -> list[tuple[int, int]]:
-        """Connects to the ranks so many steps further, and from those so many steps before.
+        """Connects to the ranks these numbers of steps further, and from those as many steps before.
 
         Returns:
             The two ranks of each step.
@@ -260,7 +260,7 @@ class Lines:
 
     def _own(self, line: socket.socket) -> socket.socket:
         line.settimeout(self._timeout)
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # what is small is not to wait
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # small messages must not wait
         return self._sockets.enter_context(line)
 
     def _failure(self, rank: int, error: OSError) -> OSError:
@@ -272,7 +272,7 @@ class Lines:
         return ConnectionError(f"active rank {rank} is gone: no connection for a {self.purpose} ({error})")
 
     def abort(self) -> None:
-        """Ends what this rank waits for, from any thread. Other ranks do not notice."""
+        """Ends this rank's waits, from any thread. Other ranks do not notice."""
         for line in [self._server, *self.to.values(), *self.since.values()]:
             with contextlib.suppress(OSError):
                 line.shutdown(socket.SHUT_RD)
@@ -285,8 +285,8 @@ class Lines:
 # Votes ------------------------------------------------------------------------------------------------------
 #
 # The vote is the one wait of a step that nothing hides. Gloo's all-reduce goes around the ring twice, with a
-# thread on the way at each rank. Here a vote takes log2 of the number of ranks messages one after the other,
-# all in the caller's thread, and ends at once when the rank is interrupted.
+# thread on the way at each rank. Here a vote takes log2(ranks) messages in sequence, all in the caller's
+# thread, and ends at once when the rank is interrupted.
 
 Values = tuple[int, int, int]
 
@@ -455,8 +455,8 @@ def move(
         offer = lines.address, layout(flat.tensors), skeleton
         addresses, layouts, skeletons = zip(*gather(offer), strict=True)
         for route in routes:
-            # The same state may be laid out in another way: what shares its memory at one holder need not
-            # at another. Who has it so does not send.
+            # The same state may be laid out in another way: tensors that share memory at one holder need not
+            # at another. Such a holder does not send.
             holders = [one for one in route.holders if layouts[one] == layouts[route.holders[0]]]
             parts = {holder: (index, len(holders)) for index, holder in enumerate(holders)}
             if route.receiver == rank:
@@ -505,7 +505,7 @@ class Stream:
         self._rest = memoryview(memory)
 
     def go_on(self, ready: int) -> None:
-        """Sends or receives what can be without waiting.
+        """Sends or receives what it can without waiting.
 
         Args:
             ready: the events that have come.
