@@ -1,1 +1,1 @@
-"""Frameworks through faults, each in a module of its own, which only its users import."""
+"""Frameworks through faults, each in its own module, which only its users import."""

@@ -13,9 +13,9 @@ from ..wrapper import CallWrapper
 
 
 class ForgetAccelerate(Finalize, Initialize):
-    """Clears what Accelerate keeps of the old ranks; does nothing if Accelerate is not imported.
+    """Clears what Accelerate keeps from the old ranks; does nothing if Accelerate is not imported.
 
-    For ``Wrapper(finalize=…)``; as ``initialize=``, too, where a process makes several wrapped calls.
+    For ``Wrapper(finalize=…)``; as ``initialize=``, too, if a process makes several wrapped calls.
     """
 
     def __call__(self, state: FrozenState) -> FrozenState:
@@ -29,8 +29,8 @@ class ForgetAccelerate(Finalize, Initialize):
 def load_newest(accelerator: Any, checkpoints: Checkpoints, **arguments: Any) -> int:
     """Loads the newest sealed state, and returns its step; 0: there is none.
 
-    Call it once on each rank, when all is prepared. It also sees to it that all ranks, and all iterations,
-    shuffle by the same seed.
+    Call it once on each rank, when all is prepared. It also makes all ranks, and all iterations, shuffle by
+    the same seed.
 
     Args:
         accelerator: an ``Accelerator``.
@@ -38,7 +38,7 @@ def load_newest(accelerator: Any, checkpoints: Checkpoints, **arguments: Any) ->
         arguments: for ``accelerator.load_state``.
 
     Raises:
-        JobAbort: nothing is prepared yet, or a state would not bring back the order of the data.
+        JobAbort: nothing is prepared yet, or a state would not restore the order of the data.
     """
     _check_prepared(accelerator)
     seeds = _Seeds(accelerator)
@@ -53,8 +53,8 @@ def load_newest(accelerator: Any, checkpoints: Checkpoints, **arguments: Any) ->
 def begin_step(accelerator: Any, call_wrapper: CallWrapper, step: int, seed: int = 0) -> None:
     """Pings, and makes the random numbers of a step depend on the seed, the step and the rank alone.
 
-    Call it behind the loader and before the forward pass: a loader that goes on in the middle of an epoch
-    draws numbers that one at its beginning has drawn before.
+    Call it after the loader and before the forward pass: a loader that continues in the middle of an epoch
+    draws numbers that one at its beginning drew earlier.
     """
     call_wrapper.ping(step)
     seed_all(seed, step, accelerator.process_index)
@@ -65,7 +65,7 @@ def save_state(accelerator: Any, checkpoints: Checkpoints, step: int, **argument
 
     Args:
         accelerator: an ``Accelerator``.
-        checkpoints: say where.
+        checkpoints: where to save.
         step: how many are done.
         arguments: for ``accelerator.save_state``.
 
@@ -94,7 +94,7 @@ class _Seeds:
         accelerator.register_for_checkpointing(self)
 
     def agree(self) -> None:
-        """All ranks take those of rank 0."""
+        """All ranks adopt those of rank 0."""
         from accelerate.utils import broadcast_object_list
 
         self.load_state_dict(*broadcast_object_list([self.state_dict()]))
@@ -110,17 +110,17 @@ class _Seeds:
 
 
 def _check_prepared(accelerator: Any) -> None:
-    """Refuses what would come again in each iteration, or give other weights.
+    """Refuses what would fail again in each iteration, or give different weights.
 
     Raises:
-        JobAbort: with the way out.
+        JobAbort: says what to do.
     """
     from accelerate.data_loader import SeedableRandomSampler
 
     if not accelerator._models:
         raise JobAbort("no model is prepared: call accelerator.prepare(model, …) before load_newest()")
     if accelerator.project_configuration.automatic_checkpoint_naming:
-        raise JobAbort("automatic_checkpoint_naming=True saves in a folder of its own: leave it False")
+        raise JobAbort("automatic_checkpoint_naming=True saves in its own folder: leave it False")
     for number, loader in enumerate(accelerator._dataloaders):
         sampler, name = _sampler(loader), f"the loader that was prepared as number {number + 1}"
         if getattr(loader, "use_stateful_dataloader", False):
@@ -137,7 +137,7 @@ def _check_prepared(accelerator: Any) -> None:
 
 
 def _sampler(loader: Any) -> Any:
-    """By what a prepared loader shuffles; Accelerate has put its own batch samplers around it."""
+    """The sampler of a prepared loader; Accelerate has put its own batch samplers around it."""
     from torch.utils.data import BatchSampler
 
     sampler = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler

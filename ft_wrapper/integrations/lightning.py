@@ -33,15 +33,15 @@ class FT:
         call_wrapper: what the wrapped function was given.
         root: the folder of all checkpoints; see `Checkpoints`.
         every: steps of the optimizer between two checkpoints of a Trainer.
-        keep: so many sealed checkpoints stay.
+        keep: how many sealed checkpoints stay.
         seed: of each step's random numbers.
 
     Attributes:
-        callback: for ``Trainer(callbacks=[…])``. Refuses what does not go with restarts (`JobAbort`); pings
+        callback: for ``Trainer(callbacks=[…])``. Refuses what does not work with restarts (`JobAbort`); pings
             and seeds at each batch, pings in evaluations, too; saves and seals.
 
     Raises:
-        JobAbort: as `Checkpoints`, or ``every`` is no number of steps.
+        JobAbort: as `Checkpoints`, or ``every`` is not a number of steps.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class FT:
         return None if newest is None else str(file_of(newest.path))
 
     def begin_step(self, step: int) -> None:
-        """Of Fabric: pings, and seeds a step by its number and the rank. Call it behind the loader."""
+        """Of Fabric: pings, and seeds a step by its number and the rank. Call it after the loader."""
         self._call_wrapper.ping(step)
         seed_all(self._seed, step, self._call_wrapper.rank)
 
@@ -100,7 +100,7 @@ class Environment(TorchElasticEnvironment):
     """Each process is a node of one device: Lightning wants as many ranks on each node, and in a row."""
 
     def local_rank(self) -> int:
-        """The only one of its node."""
+        """The only rank of its node."""
         return 0
 
     def node_rank(self) -> int:
@@ -109,10 +109,10 @@ class Environment(TorchElasticEnvironment):
 
 
 class WholeFiles(TorchCheckpointIO):
-    """Writes beside, and renames; Lightning moves from ``TMPDIR``: often a copy, which may end half-way."""
+    """Writes alongside, and renames; Lightning moves from ``TMPDIR``: often a copy, which may break off."""
 
     def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
-        """Writes a file; on an object storage as Lightning does."""
+        """Writes a file; on object storage as Lightning does."""
         if storage_options is not None or "://" in os.fspath(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
@@ -171,7 +171,7 @@ def check_trainer(trainer: Any) -> None:
 
 
 def check_order(sampler: Any) -> None:
-    """Refuses a loader's sampler whose order a restart does not bring back.
+    """Refuses a loader's sampler whose order a restart does not restore.
 
     Raises:
         JobAbort: with the way out.
@@ -257,12 +257,12 @@ class Callback(Checkpoint):
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
     def _begin_loaders(self, trainer: Any) -> None:
-        """Behind a restart loaders begin in the epoch, and at the position, that they had.
+        """After a restart loaders begin in the epoch, and at the position, that they had.
 
-        Lightning begins them before it tells their samplers the epoch: the order would be that of epoch 0.
+        Lightning begins them before it sets their samplers' epoch: the order would be that of epoch 0.
 
         Raises:
-            JobAbort: the order cannot be brought back.
+            JobAbort: the order cannot be restored.
         """
         fit_loop, loaders = trainer.fit_loop, _loaders(trainer)
         samplers = [_sampler(loader) for loader in loaders]
@@ -286,7 +286,7 @@ class Callback(Checkpoint):
         )
 
     def _forget_handler(self, *_: Any) -> None:
-        # Lightning's waits for all ranks, in the midst of whatever a rank does, and for the end of the step.
+        # Lightning's waits for all ranks, whatever a rank is doing, and for the end of the step.
         if self._sigterm is not None:
             signal.signal(signal.SIGTERM, self._sigterm)
 

@@ -21,8 +21,7 @@ def trace_restart(report: RestartReport) -> None:
     """Makes a trace of a restart: for ``Wrapper(on_restart=trace_restart)``.
 
     The span ``restart`` has one child for each phase. Rank 0 of the new iteration makes it, with the phases
-    as it saw them; the others do nothing. The tracer is the one that the program has set up; without one
-    nothing happens.
+    as it saw them; the others do nothing. The tracer is the program's; without one nothing happens.
 
     Args:
         report: of the restart, which is over.
@@ -44,7 +43,7 @@ def trace_restart(report: RestartReport) -> None:
         "ft_wrapper.active_world_size": report.active_world_size,
         "ft_wrapper.world_size": report.world_size,
     }
-    # A trace of its own, whatever span the program is in.
+    # Its own trace, whatever span the program is in.
     root = tracer.start_span("restart", Context(), attributes=attributes, start_time=begin)
     inside = trace.set_span_in_context(root, Context())
     at = end - sum(phases.values())

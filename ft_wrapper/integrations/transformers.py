@@ -23,11 +23,11 @@ class FT:
     Args:
         call_wrapper: what the wrapped function was given.
         root: the folder of all checkpoints; see `Checkpoints`.
-        keep: so many sealed checkpoints stay; all of them with ``load_best_model_at_end``.
+        keep: how many sealed checkpoints stay; all of them with ``load_best_model_at_end``.
 
     Attributes:
-        output_dir: for ``TrainingArguments(output_dir=…)``; each iteration has one of its own.
-        callback: for ``Trainer(callbacks=[…])``. Refuses what does not go with restarts (`JobAbort`); pings
+        output_dir: for ``TrainingArguments(output_dir=…)``; each iteration has its own.
+        callback: for ``Trainer(callbacks=[…])``. Refuses what does not work with restarts (`JobAbort`); pings
             at each batch, of evaluations, too; seeds each step, alike on all ranks; seals what is saved.
 
     Raises:
@@ -54,7 +54,7 @@ class _Callback(TrainerCallback):
         is_seeded, order = args.accelerator_config.use_seedable_sampler, args.train_sampling_strategy
         for is_wrong, why in (
             (args.output_dir != self._output_dir, f"output_dir={args.output_dir!r} must be FT's output_dir"),
-            (args.save_total_limit, "save_total_limit= removes what is needed yet: use FT(…, keep=)"),
+            (args.save_total_limit, "save_total_limit= removes what is still needed: use FT(…, keep=)"),
             (args.save_only_model, "save_only_model=True leaves out what a restart needs: leave it False"),
             (args.save_on_each_node, "save_on_each_node=True writes a file several times: leave it False"),
             (not is_seeded, "use_seedable_sampler=False loses the order of the data: leave it True"),

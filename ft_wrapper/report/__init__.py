@@ -1,7 +1,7 @@
-"""``ftrun report``: what a job's time went to, restart by restart, by events files.
+"""``ftrun report``: what a job's time went to, restart by restart, from events files.
 
 ``FT_WRAPPER_EVENTS`` names the files. Clocks of different hosts are not compared: each host's times are by
-its own clock, and those of the slowest host are shown.
+its own clock, and the slowest host's are shown.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ class Report:
 
     @property
     def restarts(self) -> tuple[Restart, ...]:
-        """One after the other."""
+        """All restarts, in order."""
         return tuple(one.restart for one in self.incidents if one.restart is not None)
 
     @property
@@ -59,7 +59,7 @@ class Report:
         return sum(one["event"] == "rank_started" and one.get("incarnation", 0) > 0 for one in started)
 
     def describe_started_again(self) -> str:
-        """How many processes that are, in words."""
+        """`started_again` in words."""
         return f"{self.started_again} {'process' if self.started_again == 1 else 'processes'} started again"
 
     @property
@@ -73,7 +73,7 @@ class Report:
         return self.time.goodput
 
     def to_json(self) -> str:
-        """All of it but what each rank did, as one JSON object."""
+        """All of it except what each rank did, as one JSON object."""
         time = self.time
         fields = {
             "job": self.job,
@@ -120,7 +120,7 @@ class Report:
 
 
 def make_reports(records: Iterable[Record]) -> list[Report]:
-    """Makes a report of each job whose events are there, in the order of their first events.
+    """Makes a report of each job that has events, in the order of their first events.
 
     Args:
         records: of all hosts, in any order.

@@ -1,4 +1,4 @@
-"""The command ``ftrun report``: of events files, tables on the terminal or a page."""
+"""The command ``ftrun report``: makes tables on the terminal, or a page, from events files."""
 
 import argparse
 import os
@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ftrun report",
         description="Shows what a job's time went to, and what each restart's time went to.",
-        epilog=f"The phases, one after the other, from the first fault on: {phases}.",
+        epilog=f"The phases, in order, from the first fault on: {phases}.",
         allow_abbrev=False,
     )
     parser.add_argument("events", nargs="+", help="the folder of ftrun --events, or its files from all hosts")
@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _write_page(path: str, page: str) -> None:
-    """Writes the page, in the place of an old one.
+    """Writes the page, and replaces an old one.
 
     Raises:
         OSError: it cannot be written. The message names the option.

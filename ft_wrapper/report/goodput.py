@@ -1,4 +1,4 @@
-"""What the time of a job went to: from its events to buckets that add up.
+"""What a job's time went to: from its events to buckets that add up.
 
 Every seat (a slot on a host) is in one bucket at any moment, from the first event of its host to the last
 one, so the buckets add up to the time of all seats. Names are those of Google's ``ml-goodput-measurement``
@@ -34,7 +34,7 @@ BUCKETS = {
 }
 
 
-# Steps: which were done again, from what the ranks have told ------------------------------------------------
+# Steps: which were done again, from what the ranks reported -------------------------------------------------
 
 Key = tuple[str, int]  # an iteration; and how often its function had gone back
 Process = tuple[str, int, int]  # a host, a slot, an incarnation
@@ -42,7 +42,7 @@ Process = tuple[str, int, int]  # a host, a slot, an incarnation
 
 @dataclasses.dataclass
 class Told:
-    """The steps that one process told in an iteration, until its function went back.
+    """The steps that one process reported in an iteration, until its function went back.
 
     Args:
         points: when a step began, and its number: the first one, the last one, and some between.
@@ -74,7 +74,7 @@ class Told:
 
 @dataclasses.dataclass
 class Part:
-    """An iteration, or what of it came before or after its function went back.
+    """An iteration, or the part of it before or after its function went back.
 
     Args:
         begun: the steps below this one were done before, by earlier iterations; None if there was none.
@@ -93,7 +93,7 @@ class Part:
 
     @property
     def new(self) -> int:
-        """How many steps were done that no one had done before."""
+        """How many steps were done for the first time."""
         return max(0, self.done - self.first - self.again)
 
 
@@ -114,13 +114,13 @@ class Steps:
     reporting: dict[str, set[Seat]]
 
     def had_none_yet(self, host: str, slot: int, iteration: str) -> bool:
-        """Whether a rank that told no step in an iteration was not that far yet; else it tells none."""
+        """Whether a rank that reported no step in an iteration was not that far yet; else it reports none."""
         seats = self.reporting.get(self.calls.get(iteration, ""), set())
         return (host, slot) in seats if (iteration, 0) in self.parts else bool(seats)
 
 
 def read_steps(timeline: Timeline) -> Steps:
-    """Reads what the ranks have told.
+    """Reads what the ranks have reported.
 
     Args:
         timeline: of a job.
@@ -186,14 +186,14 @@ def _parts_of(
     for n in calls:
         if calls[n] != call:
             if call in complete:
-                begun, newest = None, None  # else the job went on there with what had not come to its end
+                begun, newest = None, None  # else the job went on there with the unfinished step
             call = calls[n]
         ranks = [own[n] for own in told.values() if n in own]
         for place in range(max(map(len, ranks), default=0)):
             here = [rank[place] for rank in ranks if place < len(rank)]
             first, last = min(each.first for each in here), max(each.last for each in here)
             if newest is not None and first == newest[1] + 1 and newest[0].done < first:
-                newest[0].done = first  # it came to its end, though no one had begun the next one
+                newest[0].done = first  # it was finished, though the next one had not begun
                 begun = max(begun or 0, first)
             is_last = place == max(map(len, ranks)) - 1
             done = max(each.last + each.has_returned for each in here)
@@ -214,10 +214,10 @@ class Goodput:
     Args:
         seconds: how long the job took, by the host that saw most of it.
         seat_seconds: of all seats together: what the buckets add up to.
-        buckets: seat-seconds by name, see `BUCKETS`; those that are empty are not there.
-        rows: each seat with its spans, one after the other.
+        buckets: seat-seconds by name, see `BUCKETS`; without empty ones.
+        rows: each seat with its spans, in order.
         steps: how many steps were done; each counts once.
-        steps_again: how many were done again, each time they were.
+        steps_again: how many were done again, counted each time.
     """
 
     seconds: float
@@ -235,7 +235,7 @@ class Goodput:
 
     @property
     def without_spares(self) -> float:
-        """The share of useful steps in the time of those that were no idle spares, from 0 to 1."""
+        """The share of useful steps in the time without idle spares, from 0 to 1."""
         in_use = self.seat_seconds - self.buckets.get("idle_spare", 0.0)
         return self.buckets.get("useful_steps", 0.0) / in_use if in_use else 0.0
 
@@ -289,13 +289,13 @@ class _Faults:
         """Until when a function ran, and until when it made progress, as far as is known on its host."""
         key = host, span.iteration
         noticed = min(max(self._noticed.get(key, span.end), span.begin), span.end)
-        # Its host may not have had the fault itself; how long that took to be noticed goes for all hosts.
+        # Its host may not have had the fault itself; how long that took to be noticed holds for all hosts.
         still = self._still.get(key, noticed - self._longest[span.iteration])
         return noticed, min(max(still, span.begin), noticed)
 
 
 def _taken_apart(row: Row, span: Span, steps: Steps, faults: _Faults) -> Iterator[Span]:
-    """A span of the function as what it was in truth; any other one as it is."""
+    """A span of the function, split into what it really was; any other one as it is."""
     if span.kind != "function":
         yield span
         return

@@ -14,7 +14,7 @@ from .goodput import BUCKETS
 from .restarts import PHASES, Incident
 from .timeline import Row, Seat, Span, Timeline
 
-#: So many rows can be looked at.
+#: More rows than this cannot be read.
 MOST_ROWS = 64
 
 _WIDTH, _BEFORE, _BEHIND = 1224, 8, 26  # pixels: of a timeline with its names, and beside it
@@ -27,7 +27,7 @@ _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 
 @dataclasses.dataclass(frozen=True)
 class Activity:
-    """What a rank does, as the page shows it: some buckets of `goodput` that belong together.
+    """What a rank does, as the page shows it: some related buckets of `goodput`.
 
     Args:
         name: of its colour and pattern in the page's style sheet.
@@ -90,7 +90,7 @@ class Picture:
     Attributes:
         lines: its rows; of more than `MOST_ROWS` ranks those in which something happened come first.
         bands: the iterations: number, begin and end of each.
-        shares: the states that there were, and their shares of the time, from 0 to 1.
+        shares: the states that occurred, and their shares of the time, from 0 to 1.
         left: pixels of the names of the rows.
     """
 
@@ -205,18 +205,18 @@ def _bands(rows: Iterable[Row], timeline: Timeline) -> list[tuple[int, float, fl
 
 
 def clean(text: str) -> str:
-    """A text without what no file may have in it."""
+    """A text without what a file may not contain."""
     return _UNFIT.sub("\ufffd", text)
 
 
 def shortened(text: str, most: int = _MOST_CHARACTERS) -> str:
-    """A text of at most so many characters: what is too much is left out in the middle."""
+    """A text of at most ``most`` characters: the excess is left out in the middle."""
     left = (most - 1) // 2
     return text if len(text) <= most else f"{text[:left]}…{text[len(text) - (most - 1 - left) :]}"
 
 
 def per_cent(share: float) -> str:
-    """A share in words, with as many digits as say something."""
+    """A share in words, with as many digits as are meaningful."""
     return "< 0.1 %" if 0 < share < 0.0005 else f"{100 * share:.1f} %"
 
 
@@ -225,7 +225,7 @@ def ticks(seconds: float, most: int = 11) -> list[tuple[float, str]]:
 
     Args:
         seconds: how long it is.
-        most: so many at most.
+        most: the most of them.
     """
     least = seconds / (most - 1)
     power = 10.0 ** math.floor(math.log10(least)) if least > 0 else 1.0
@@ -237,11 +237,11 @@ def ticks(seconds: float, most: int = 11) -> list[tuple[float, str]]:
 
 
 def moment(at: float, seconds: float) -> str:
-    """A moment, as its place in a job of so many seconds asks for.
+    """A moment, in the form that fits a job of this length.
 
     Args:
-        at: seconds since the begin.
-        seconds: how long it all took.
+        at: seconds since the beginning.
+        seconds: how long the job took.
     """
     whole = round(at)
     if seconds <= 2 * _MINUTE:

@@ -1,4 +1,4 @@
-"""Events files as the records of jobs, without lines that are no record of an event."""
+"""Events files as the records of jobs, without lines that are not records of events."""
 
 import collections
 import glob
@@ -10,11 +10,11 @@ from typing import Any
 from .. import events
 from ..events import Record
 
-_MOST = 6e10  # a time of day beyond that is in no year that a date can have
+_MOST = 6e10  # a time of day beyond that is in no year that a date allows
 
 
 def _is_text(value: object) -> bool:
-    return isinstance(value, str) and value.encode(errors="ignore").decode() == value  # no half a character
+    return isinstance(value, str) and value.encode(errors="ignore").decode() == value  # no half characters
 
 
 def _is_whole(value: object) -> bool:
@@ -71,7 +71,7 @@ def read_files(paths: Iterable[str]) -> tuple[list[Record], list[str]]:
 
 
 def _files(path: str) -> list[str]:
-    """What a folder has of a job's hosts; a file is itself."""
+    """The events files in a folder; a file is itself."""
     return sorted(glob.glob(glob.escape(path) + "/events-*.jsonl")) if os.path.isdir(path) else [path]
 
 
@@ -88,19 +88,19 @@ def by_job(records: Iterable[Record]) -> list[tuple[str, list[Record]]]:
     """Sorts events into jobs, in the order of their first events.
 
     Two jobs may have the same name, or none: torchrun without ``--rdzv-id`` calls all of them ``none``. So
-    those events are one job's that tell of the same iteration (by its nonce, which no other one has), or
-    of the same process, which goes on from one iteration to the next.
+    events belong to one job if they are about the same iteration (by its nonce, which is unique), or about
+    the same process, which goes on from one iteration to the next.
 
     Args:
         records: of all hosts, in any order.
 
     Returns:
-        Of each job the name, with a number behind it if there are several of that name, and its events.
+        For each job its name, followed by a number if several have that name, and its events.
     """
     import networkx  # type: ignore[import-untyped]  # only here: it takes a while
 
     records = list(_by_boot(records))
-    # An agent has the name of its job in some of its events only: its environment does not say it.
+    # An agent has the name of its job in some of its events only: its environment does not name it.
     names: dict[Hashable, set[str]] = collections.defaultdict(set)
     for record in records:
         names[record["host"], record["pid"]].update({record.get("job", "")} - {""})

@@ -8,7 +8,7 @@ from ..attribution import Interruption, InterruptionRecord, by_blame
 from ..events import Record
 from .timeline import Iteration, Seat, Timeline
 
-#: The phases of a restart, from the first fault on, one after the other.
+#: The phases of a restart, from the first fault on, in order.
 PHASES = {
     "notify": "until all ranks of the host know that the iteration has ended",
     "abort": "until their process groups are aborted",
@@ -55,14 +55,14 @@ class Restart:
 
 @dataclasses.dataclass(frozen=True)
 class Incident:
-    """The end of an iteration, or the death of a spare, by which none ends.
+    """The end of an iteration, or the death of a spare, which ends none.
 
     Args:
-        at: seconds since the begin of the job.
+        at: seconds since the beginning of the job.
         kind: of the likeliest cause: an `Interruption` in lower case; ``join`` if nothing failed and a
             process joined; ``unknown``.
         cause: the same in words.
-        line: the line that the log has of the restart; what is known, if that was not reached.
+        line: the log's line about the restart; what is known, if there is none.
         seats: where the likeliest cause is; empty if it is everywhere, or if that is not known.
         restart: what followed; None if nothing did.
         number: from 1 on, in the order of time.
@@ -104,7 +104,7 @@ def find_incidents(timeline: Timeline) -> tuple[Incident, ...]:
 
 
 def _incident(at: float, failed: Iteration, back: Iteration | None, faults: Sequence[Record]) -> Incident:
-    """What ended an iteration, by what the last rank that came back has said; else by the faults alone."""
+    """What ended an iteration, from the last returning rank's report; else from the faults alone."""
     said: Record = next(iter(back.of("restarted")), {}) if back is not None else {}
     if said:
         there = {(one["host"], one.get("slot", -1)) for one in failed.of("decided", "enter", "spare")}

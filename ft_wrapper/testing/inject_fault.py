@@ -38,7 +38,7 @@ E = TypeVar("E", bound=enum.Enum)
 
 ENV = "FT_WRAPPER_FAULTS"
 
-# How long a fault lasts that has no end: longer than any job, short enough for every clock's integers.
+# How long an endless fault lasts: longer than any job, short enough for every clock's integers.
 _FOREVER = 365 * 24 * 3600.0
 
 
@@ -58,7 +58,7 @@ class FaultKind(enum.Enum):
     SIGTERM = "sigterm"
     """The process gets SIGTERM, as from a scheduler."""
     SIGSTOP = "sigstop"
-    """The process is stopped: it lives, and none of its threads runs."""
+    """The process is stopped: it lives, but none of its threads runs."""
     SEGFAULT = "segfault"
     """The process reads address 0."""
     ABORT = "abort"
@@ -70,14 +70,14 @@ class FaultKind(enum.Enum):
     COLLECTIVE = "collective"
     """A hang in a collective: an all_reduce that this rank enters and its peer never does.
 
-    It is a gloo group of its own with two ranks, both inside this process, of which only one calls. So it
-    needs no process group, works anywhere in the program, and cannot pair up with an operation of the
-    job's own groups, whose next collective its peers meanwhile wait in. Anyone who shuts down the gloo
-    connections of the process frees it: the all_reduce then raises a RuntimeError.
+    It uses its own gloo group of two ranks, both inside this process, of which only one calls. So it
+    needs no process group, works anywhere in the program, and cannot pair up with an operation of the job's
+    own groups, in whose next collective its peers wait. Shutting down the gloo connections of the process
+    frees it: the all_reduce then raises a RuntimeError.
     """
 
 
-# An interruption may end these; each other one ends the process, stops it, or holds the GIL.
+# An interruption may end these; all others end the process, stop it, or hold the GIL.
 _INTERRUPTIBLE = frozenset([FaultKind.EXCEPTION, FaultKind.SLEEP, FaultKind.COLLECTIVE])
 
 
@@ -85,7 +85,7 @@ class Where(enum.Enum):
     """Points of a program where a fault can be put."""
 
     STEP = "step"
-    """In the function, at the begin of a step."""
+    """In the function, at the beginning of a step."""
     ATOMIC = "atomic"
     """In the function, inside ``call_wrapper.atomic()``."""
     INITIALIZE = "initialize"
@@ -96,7 +96,7 @@ class Where(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class FaultSpec:
-    """One fault and the place where it is to happen. What is None matches anything.
+    """One fault and the place where it is to happen. A field that is None matches anything.
 
     Args:
         kind: what goes wrong.
@@ -132,7 +132,7 @@ class FaultSpec:
 
     @classmethod
     def parse(cls, text: str) -> "FaultSpec":
-        """Reads one fault: a kind, then ``field=value`` as often as needed, with colons in between.
+        """Reads one fault: a kind, then any number of ``field=value``, separated by colons.
 
         Args:
             text: for example ``sigkill:rank=0:step=20``.
@@ -148,7 +148,7 @@ class FaultSpec:
                 name, equals, value = (piece.strip() for piece in part.partition("="))
                 if not equals or name not in (*_NUMBERS, "where"):
                     names = ", ".join((*_NUMBERS, "where"))
-                    raise ValueError(f"{part!r} is not field=value with a field out of {names}")
+                    raise ValueError(f"{part!r} is not field=value with a field of {names}")
                 if name in fields:
                     raise ValueError(f"{name} is given twice")
                 if name != "where" and not value.isdecimal():
@@ -165,7 +165,7 @@ class FaultSpec:
         return ":".join([self.kind.value, *numbers, *where])
 
     def matches(self, where: Where, **place: int | None) -> bool:
-        """Tells whether the fault belongs to a point, and ``rank``, ``slot``, ``iteration`` and ``step``."""
+        """Whether the fault belongs to a point, and ``rank``, ``slot``, ``iteration`` and ``step``."""
         return self.where is where and all(getattr(self, n) in (None, place[n]) for n in _NUMBERS)
 
 
@@ -173,7 +173,7 @@ _NUMBERS = ("rank", "slot", "iteration", "step")
 
 
 def parse_faults(text: str) -> tuple[FaultSpec, ...]:
-    """Reads several faults with commas in between; none from an empty text.
+    """Reads several faults, separated by commas; none from an empty text.
 
     Raises:
         ValueError: one of them is malformed; see `FaultSpec.parse`.
@@ -251,7 +251,7 @@ class Injector:
         iteration: int | None = None,
         step: int | None = None,
     ) -> None:
-        """Makes the fault happen that belongs here, if there is one that has not happened yet.
+        """Injects the fault that belongs here, if there is one that has not happened yet.
 
         Args:
             where: the point in the program, or its name.
@@ -282,7 +282,7 @@ class Injector:
         return claimed and spec.kind in _INTERRUPTIBLE
 
     def _claim(self, index: int) -> bool:
-        # Before the fault, not after it: after most of them there is no one left to note anything.
+        # Before the fault, not after it: most faults leave nothing that could record them.
         if index in self._fired:
             return False
         self._fired.add(index)
@@ -332,14 +332,14 @@ class InjectFinalize(_Inject, Finalize):
 
 
 def inject_fault(kind: FaultKind, duration: float | None = None) -> None:
-    """Does it, to the calling thread or its process, now.
+    """Injects a fault into the calling thread or its process, now.
 
     Returns only after a hang with a duration, after a SIGSTOP that was continued, or when the process
     handles or ignores SIGTERM.
 
     Args:
         kind: what goes wrong.
-        duration: seconds that ``SLEEP``, ``GIL`` and ``COLLECTIVE`` last, None for ever. The others have
+        duration: seconds that ``SLEEP``, ``GIL`` and ``COLLECTIVE`` last; None: forever. The others have
             none.
 
     Raises:

@@ -1,8 +1,8 @@
 """A deterministic scheduler: the real store code of many processes, step by step, in one thread.
 
 Each simulated process is a task. A task runs until its next store operation, then the scheduler chooses, by
-default from a seed, who goes on; so a seed is an interleaving, and the same seed is the same interleaving.
-Time is virtual: it passes when no one can run, and then it jumps to the earliest deadline::
+default from a seed, which one goes on; so a seed is an interleaving, and the same seed is the same
+interleaving. Time is virtual: it passes when no task can run, and then it jumps to the earliest deadline::
 
     scheduler = Scheduler(seed=7)
     store = FakeStore(scheduler)
@@ -10,7 +10,7 @@ Time is virtual: it passes when no one can run, and then it jumps to the earlies
     scheduler.spawn("rank 1", train, store.clone("rank 1"))
     scheduler.run()
 
-The code that runs so must not wait on anything but the store and `Scheduler.sleep`.
+Code that runs this way must not wait on anything but the store and `Scheduler.sleep`.
 """
 
 import bisect
@@ -28,7 +28,7 @@ from .fake_store import Clock, Waiter
 
 try:
     import greenlet
-except ImportError:  # said when a scheduler is made: the rest of this package needs no greenlet
+except ImportError:  # reported when a scheduler is made: the rest of this package needs no greenlet
     greenlet = None
 
 _TRACE_LINES = 200
@@ -64,7 +64,7 @@ class Step:
 
     Args:
         time: virtual seconds since the start.
-        task: name of the task; empty for what happens to no task.
+        task: name of the task; empty for events of no task.
         what: the store operation, or what happened.
         args: the operation's arguments.
         result: what the operation returned; None until it has.
@@ -78,7 +78,7 @@ class Step:
 
 
 class Killed(BaseException):
-    """Ends a crashed task. Never raised where anything it does could still be seen by others."""
+    """Ends a crashed task. Never raised where others could still see anything it does."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -121,12 +121,12 @@ class Task:
         return max(ready, self._paused_until)
 
     def is_paused(self, now: float) -> bool:
-        """Whether it stands still at a time, or has not gone on since."""
+        """Whether it is paused at a time, or has not resumed since."""
         return self._paused_until > now
 
 
 class TurnPolicy(Protocol):
-    """Decides who goes on. Called where there is more than one possibility."""
+    """Decides which task goes on. Called if there is more than one possibility."""
 
     def choose(self, tasks: Sequence[Task], current: Task | None) -> int:
         """Chooses.
@@ -170,8 +170,8 @@ class Scheduler(Clock):
 
     Args:
         seed: what the order is chosen from.
-        choices: the first choices, as `choices` of an earlier run told them; then the policy goes on.
-        policy: who goes on; at random, from the seed, when None.
+        choices: the first choices, from `choices` of an earlier run; then the policy goes on.
+        policy: decides which task goes on; at random, from the seed, when None.
         max_steps: more steps than this are an error.
         max_time: more virtual seconds than this are an error.
 
@@ -216,7 +216,7 @@ class Scheduler(Clock):
         self._after_each_step: list[Callable[[], None]] = []
         self._at_end: list[Callable[[], None]] = []
         self._ready: list[Task] = []  # in the order of spawning
-        self._required = 0  # how many are left that are no daemons
+        self._required = 0  # how many are left that are not daemons
         self._hub: Any = None
 
     # Tasks -------------------------------------------------------------------------------------------------
@@ -259,14 +259,14 @@ class Scheduler(Clock):
         self._end(task)
         if task is self.current:
             raise Killed
-        if task._greenlet:  # begun: unwind its stack, so that what it holds is let go
+        if task._greenlet:  # begun: unwind its stack, so that what it holds is released
             outer, self.current = self.current, task
             task._greenlet.parent = greenlet.getcurrent()
             task._greenlet.throw(Killed)
             self.current = outer
 
     def pause(self, task: Task, seconds: float) -> None:
-        """Stops a task for so many virtual seconds, as SIGSTOP or a lost network would."""
+        """Stops a task for some virtual seconds, as SIGSTOP or a lost network would."""
         if task.done:
             return
         self._note(task, f"is paused for {seconds:g} s")
@@ -282,13 +282,13 @@ class Scheduler(Clock):
         self.at_step(task, step, lambda: self.crash(task))
 
     def pause_at(self, task: Task, step: int, seconds: float) -> None:
-        """Stops a task for so many virtual seconds just before its step of this number, from 1."""
+        """Stops a task for some virtual seconds just before its step of this number, from 1."""
         self.at_step(task, step, lambda: self.pause(task, seconds))
 
     def after_each_step(self, check: Callable[[], None]) -> None:
         """Calls a check after each step, between the tasks; what it raises ends the run.
 
-        Its own operations on the store are no steps, and meet no faults.
+        Its own operations on the store are not steps, and meet no faults.
         """
         self._after_each_step.append(check)
 
@@ -299,7 +299,7 @@ class Scheduler(Clock):
     # Running -----------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Runs until all tasks but daemons are over, then kills those.
+        """Runs until all tasks but daemons have ended, then kills the daemons.
 
         Raises:
             Deadlock: tasks are left and none can ever run.
@@ -327,10 +327,10 @@ class Scheduler(Clock):
             told = len(self.trace_steps)
             for task in self.tasks:
                 self.crash(task)
-            del self.trace_steps[told:]  # that the rest is cleared away is no part of what happened
+            del self.trace_steps[told:]  # the cleanup of the rest is not part of what happened
 
     def trace(self, last: int | None = None) -> str:
-        """When, who, what, and what came of it, one line a step; the last so many lines."""
+        """Time, task, operation and result, one line per step; only the ``last`` lines."""
         return "\n".join(
             f"{step.time:10.3f}  {step.task:<12} {describe(step.what, step.args)}{_result(step)}".rstrip()
             for step in (self.trace_steps if last is None else self.trace_steps[-last:])
@@ -388,19 +388,19 @@ class Scheduler(Clock):
             self._add(task)
 
     def sleep(self, seconds: float) -> None:
-        """Sleeps for so many virtual seconds. A step of the current task."""
+        """Sleeps for some virtual seconds. A step of the current task."""
         self.step("", "sleep", (seconds,))
         super().sleep(seconds)
         self.observe(None)
 
     def advance(self, seconds: float) -> None:
-        """Not to be turned by hand: time passes when no one can run."""
+        """Not to be turned by hand: time passes when no task can run."""
         raise RuntimeError("a scheduler turns its clock itself; use sleep() in a task")
 
     # Steps -------------------------------------------------------------------------------------------------
 
     def _give_way(self, task: Task) -> None:
-        """Comes back when the task is chosen."""
+        """Returns when the task is chosen."""
         try:
             following = self._next()
         except (Exception, Stop) as error:
@@ -412,7 +412,7 @@ class Scheduler(Clock):
             following._greenlet.switch()
 
     def _next(self) -> Task | None:
-        """Who goes on; None when the run is over."""
+        """The task that goes on; None when the run is over."""
         while True:
             self._check()
             if not self._required:
@@ -511,7 +511,7 @@ def _result(step: Step) -> str:
     if step.result is None:
         return ""
     result = _short(step.result)
-    # Of an absent key a read by compare_set returns what was expected.
+    # For an absent key, a read by compare_set returns what was expected.
     is_read = step.what == "compare_set" and step.args[1] == step.args[2]
     return " -> nothing" if is_read and result == _short(step.args[1]) else f" -> {result}"
 

@@ -137,7 +137,7 @@ def test_a_step_has_its_own_random_numbers_whatever_was_drawn_before(ft: FT) -> 
     ("arguments", "words"),
     [
         ({"output_dir": "elsewhere"}, "output_dir='elsewhere' must be FT's output_dir"),
-        ({"save_total_limit": 2}, r"save_total_limit= removes what is needed yet: use FT\(…, keep=\)"),
+        ({"save_total_limit": 2}, r"save_total_limit= removes what is still needed: use FT\(…, keep=\)"),
         ({"save_only_model": True}, "save_only_model=True leaves out what a restart needs: leave it False"),
         ({"save_on_each_node": True}, "save_on_each_node=True writes a file several times: leave it False"),
         (
@@ -274,7 +274,7 @@ def test_a_step_depends_on_seed_step_and_rank_alone() -> None:
         (
             None,
             {"project_config": ProjectConfiguration("out", automatic_checkpoint_naming=True)},
-            "automatic_checkpoint_naming=True saves in a folder of its own: leave it False",
+            "automatic_checkpoint_naming=True saves in its own folder: leave it False",
         ),
     ],
 )
