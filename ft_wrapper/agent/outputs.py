@@ -345,8 +345,8 @@ def report(failures: Sequence[Failure], nproc: int, node: str = "") -> str:
 
 
 # How often the kernel has killed for lack of memory ---------------------------------------------------------
-# The kernel notifies nobody, but it counts before it sends SIGKILL: by cgroup, in that of this process and
-# its ranks and in those below it.
+# The kernel notifies no process, but it counts before it sends SIGKILL: by cgroup, in that of this process
+# and its ranks and in those below it.
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _COUNTERS = {"memory": "memory.oom_control", "": "memory.events"}  # of versions 1 and 2, by the controller

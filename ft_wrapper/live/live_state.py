@@ -267,7 +267,7 @@ def _check_group(call_wrapper: CallWrapper) -> None:
 
 
 def _report(plan: Plan, seconds: float) -> None:
-    """The line of a recovery, on active rank 0, beside the restart's."""
+    """The line of a recovery, on active rank 0, next to the restart's."""
     if plan.rung is Rung.CHECKPOINT and plan.lost == 0 and not plan.void:
         log.info("live state: starts at step %d, after %s", plan.step, duration(seconds))
         return

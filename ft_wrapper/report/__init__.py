@@ -20,7 +20,7 @@ from .restarts import Restart as Restart
 from .timeline import Timeline
 
 NO_EVENTS = "there are no events: was the job started with --events DIR, or FT_WRAPPER_EVENTS set?"
-NO_STEPS = "the function told no steps, see call_wrapper.ping(step)"
+NO_STEPS = "the function reported no steps, see call_wrapper.ping(step)"
 _NAMED = 4  # hosts in a line; more of them are counted
 _CAUSE = 120  # bytes of a cause below its restart
 _COLUMNS = 80  # of a terminal
@@ -69,7 +69,7 @@ class Report:
 
     @property
     def goodput(self) -> float | None:
-        """The share of useful steps, from 0 to 1; None if the function told no steps."""
+        """The share of useful steps, from 0 to 1; None if the function reported no steps."""
         return self.time.goodput
 
     def to_json(self) -> str:

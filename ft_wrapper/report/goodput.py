@@ -15,7 +15,7 @@ from .timeline import Iteration, Row, Seat, Span, Timeline, nonce_of
 #: What time goes to, and what counts for it.
 BUCKETS = {
     "useful_steps": "steps not done before",
-    "steps_unknown": "training; the function told no steps",
+    "steps_unknown": "training; the function reported no steps",
     "wasted_progress": "steps done again, or cut short by a fault",
     "initialization": "start of processes, and imports",
     "training_prep": "from the function's start to its first step",
@@ -229,7 +229,7 @@ class Goodput:
 
     @property
     def goodput(self) -> float | None:
-        """The share of useful steps, from 0 to 1; None if the function told no steps."""
+        """The share of useful steps, from 0 to 1; None if the function reported no steps."""
         is_unknown = not self.steps and ("steps_unknown" in self.buckets or not self.rows)
         return None if is_unknown else self.share("useful_steps")
 

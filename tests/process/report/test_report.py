@@ -121,7 +121,7 @@ def test_jobs_that_wrote_to_the_same_file_are_told_apart(
     assert lines[0] == "job one:" and lines[4] == "1 restart in 10.0 s on a"
     second = lines.index("job two:")
     assert lines[second + 1] == "0 restarts in 2.0 s on a"
-    assert lines[second - 1].endswith("the function told no steps, see call_wrapper.ping(step)")
+    assert lines[second - 1].endswith("the function reported no steps, see call_wrapper.ping(step)")
     assert command.main(["--json", str(path)]) == 0
     assert [json.loads(line)["job"] for line in capsys.readouterr().out.splitlines()] == ["one", "two"]
 

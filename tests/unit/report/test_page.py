@@ -165,7 +165,7 @@ def test_goodput_that_is_not_known_says_why() -> None:
         {name: record[name] for name in record if name not in ("step", "began")} for record in job.records
     ]
     text = "\n".join(Parser(page_of(untold)).text)
-    assert "unknown" in text and "the function told no steps, see call_wrapper.ping(step)" in text
+    assert "unknown" in text and "the function reported no steps, see call_wrapper.ping(step)" in text
 
 
 def test_events_of_no_rank_make_a_page(tmp_path: Path) -> None:
