@@ -239,7 +239,7 @@ class LiveState:
     def _check_commit(self) -> None:
         self._services.check_iteration(self._iteration, "commit() of a LiveState")
         if self._open is None:
-            raise JobAbort("commit() belongs into a step of `for step in live.steps(n)`, once in each")
+            raise JobAbort("commit() belongs in a step of `for step in live.steps(n)`, once in each")
         parameters = self._form.parameters(self._kept.objects)
         if wrong := self._marks.changed(parameters) or checks.strangers(self._kept.objects, parameters):
             raise JobAbort(f"step {self._open}: {wrong}")

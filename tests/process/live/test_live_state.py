@@ -422,8 +422,8 @@ def step_wrongly(live: LiveState, what: str) -> None:
 
 
 MISUSE = {
-    "outside of a step": "commit() belongs into a step",
-    "twice": "commit() belongs into a step",
+    "outside of a step": "commit() belongs in a step",
+    "twice": "commit() belongs in a step",
     "no commit": "ended without commit()",
     "no gradient": "no parameter of any optimizer has a gradient",
     "update outside": "step 0: parameter 'model.0.weight' was changed outside of commit()",
