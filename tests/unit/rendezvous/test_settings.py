@@ -83,7 +83,7 @@ def test_mistakes_on_etcd(options: str, says: str) -> None:
         ({"keep_alive_max_attempt": "0"}, "keep_alive_max_attempt=0 is too small"),
         ({"nproc": "0"}, "nproc=0 is too small"),
         ({"node_id": "a b"}, "node_id='a b' must consist of"),
-        ({"store_type": "file"}, "store_type=file: only tcp"),
+        ({"store_type": "file"}, "store_type=file: must be tcp"),
         ({"read_timeout": "0"}, "read_timeout=0.0 must be"),
         ({"is_host": "perhaps"}, "is_host"),
     ],
