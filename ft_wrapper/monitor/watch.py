@@ -438,7 +438,7 @@ class RankMonitor:
             self._end_rank(pidfd, "did not leave, though the next iteration began without it")
         elif stays <= 0.0:
             timeout = self.limits.barrier_timeout
-            words = f"did not leave the function in barrier_timeout={timeout:g} s, though it was interrupted"
+            words = f"did not leave the function within barrier_timeout={timeout:g} s, though interrupted"
             self._end_rank(pidfd, f"{words} (does it catch RankShouldRestart?)")
         elif hard <= 0.0:
             timeout = self.limits.hard_timeout

@@ -152,7 +152,7 @@ def test_ranks_that_all_catch_what_interrupts_them_are_ended(job: Job) -> None:
         assert job[slot].code < 0, "it ended by itself"
         log = job[slot].output.with_name(f"monitor-of-{job[slot].output.name}").read_text()
         (line,) = [line for line in log.splitlines() if ": its process is ended" in line]
-        assert "did not leave the function for barrier_timeout=4 s, though it was interrupted again" in line
+        assert "did not leave the function within barrier_timeout=4 s, though interrupted" in line
         assert " stood at test_watched_places.py:" in line
 
 

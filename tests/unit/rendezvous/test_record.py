@@ -237,7 +237,7 @@ def test_with_the_store_of_the_workers_the_policy_is_lost() -> None:
     ("text", "why"),
     [
         ("garbage", "garbage"),
-        ("[]", "no rendezvousrecord"),
+        ("[]", "not a rendezvousrecord"),
         ("{}", "min_nodes"),
         ('{"min_nodes": 1, "seats": [[1]], "format": 99}', "another version of ft_wrapper wrote it"),
         ('{"min_nodes": 1, "max_nodes": 1, "seats": 3}', "3 is no"),
