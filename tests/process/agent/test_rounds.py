@@ -6,17 +6,18 @@ import concurrent.futures
 import contextlib
 import select
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
 from elastic_agents import Alone
-from torch.distributed import HashStore
+from torch import distributed as dist
 
 from ft_wrapper.agent.elastic import WorkerSpec
 from ft_wrapper.agent.ft_nodes import log_deaths, round_of, what_follows, what_is_missing
 from ft_wrapper.agent.nodes import Inbox
 from ft_wrapper.agent.process import Job
 from ft_wrapper.agent.rounds import News, What
-from ft_wrapper.agent.torch_api.classic_nodes import exchange
+from ft_wrapper.agent.torch_api.classic_nodes import await_all, exchange
 from ft_wrapper.protocol import Agreement
 from ft_wrapper.protocol.deaths import holders
 from ft_wrapper.protocol.entering import Entered
@@ -125,7 +126,7 @@ def test_places_from_the_record() -> None:
 
 
 def test_places_by_exchange_are_the_same() -> None:
-    store = HashStore()
+    store = dist.HashStore()
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
         rounds = list(
             pool.map(
@@ -136,6 +137,19 @@ def test_places_by_exchange_are_the_same() -> None:
     assert found == PLACES
     assert {one.address for one in rounds} == {"host:1"}
     assert [one.group_rank for one in rounds] == [0, 1, 2]
+
+
+def test_a_node_ends_once_all_know_that_all_are_done() -> None:
+    """The one that hosts the store would take it with it; and its end does the last one no harm."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        with contextlib.closing(TCPStoreServer()) as server:
+            at = ("127.0.0.1", server.port)
+            ours, theirs = (dist.TCPStore(*at, timeout=timedelta(seconds=60)) for _ in range(2))
+            ended = pool.submit(await_all, ours, 0, 2, 60.0)
+            theirs.set("done/1", "")
+            theirs.wait(["knows/0"])
+            assert not ended.done()
+        assert ended.result(TIMEOUT) is True
 
 
 def test_news_of_another_round_do_not_count() -> None:
