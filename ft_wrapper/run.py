@@ -1,7 +1,7 @@
 """``ftrun``: runs a job, on one node or as one of several.
 
 It starts the ranks of this node and hosts their coordination store outside of them, so that any rank may die.
-In a wrapped job only the dead rank is replaced. It joins the others, which go on in their processes. A script
+In a wrapped job only the dead rank is replaced. It joins the survivors, which keep their processes. A script
 without a wrapper is ended, or restarted, as a whole. Options have torchrun's names and meanings.
 
 ``ftrun status`` and ``ftrun report`` show the state of a job, and how long its restarts took; ``ftrun

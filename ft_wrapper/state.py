@@ -1,4 +1,4 @@
-"""The state of a rank: its place among the others, its iteration."""
+"""The state of a rank: its place among the other ranks, its iteration."""
 
 import dataclasses
 import enum

@@ -277,7 +277,7 @@ class Wrapper:
         heartbeat_timeout: without a heartbeat for this long, a rank counts as lost.
         barrier_timeout: how long a restart waits for ranks that are alive but do not arrive. Between two
             wrapped calls it waits as long as they are alive, and logs that at this interval.
-        completion_timeout: how long a finished rank waits for the others before it causes a restart; once per
+        completion_timeout: how long a finished rank waits for the rest before it causes a restart; once per
             call.
         last_call_wait: how long to gather further faults before aborting.
         termination_grace_time: from SIGTERM to SIGKILL.

@@ -125,7 +125,7 @@ def run_rounds(nodes: Nodes, loop: "Loop", signals: SignalQueue) -> End:
     """Runs the ranks of this node until the job is over, or this node's part in it.
 
     Args:
-        nodes: the others.
+        nodes: the other nodes.
         loop: this node's ranks.
         signals: those that end the job, and those that do not.
 

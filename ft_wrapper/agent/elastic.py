@@ -51,7 +51,7 @@ def _never(*_: Any) -> NoReturn:
 class LocalElasticAgent(SimpleElasticAgent):
     """Runs the workers of one spec as processes on this machine, round after round.
 
-    A worker of a wrapped job that dies is replaced alone, and joins the others, which go on in their
+    A worker of a wrapped job that dies is replaced alone, and joins the other workers, which go on in their
     processes; other jobs are restarted as a whole (see ``restart_policy``). Every change of the nodes is a
     new round, in which all workers are restarted, whatever ``spec.rdzv_handler`` is.
 
@@ -71,13 +71,13 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     - INIT: not started yet;
     - HEALTHY: all run, or have finished;
-    - UNHEALTHY: one has failed; the others still run;
+    - UNHEALTHY: one has failed; the rest still run;
     - STOPPED: all are ended to be restarted, or were ended by a signal;
     - SUCCEEDED, FAILED: how it ended;
     - UNKNOWN: `run` has raised an error, and the agent can do no more.
 
     Args:
-        spec: the workers; ``rdzv_handler`` is how this node meets the others, and is shut down at the end.
+        spec: the workers; ``rdzv_handler`` finds the other nodes, and is shut down at the end.
         logs_specs: where their streams and errors go, `DefaultLogsSpecs` for instance.
         start_method: ``spawn``, the only one; in torch's signature.
         exit_barrier_timeout: seconds to wait for the other nodes once this node is done.

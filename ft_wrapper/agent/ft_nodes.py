@@ -2,7 +2,7 @@
 
 Under the policy ``group`` every change of membership is a new round: the node ends its ranks and joins again.
 Once the ranks have formed a wrapped job, the agent of group rank 0 switches to ``rank``: from then on nodes
-take and lose seats while the ranks of the others go on.
+take and lose seats while other nodes' ranks go on.
 
 A node without others (`OneNode`) has a record, too: commands are written into it.
 """
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 _PLACE_TIMEOUT = 2.0  # seconds that a look for this node's place may take; it is repeated
 _LEAVE_TIMEOUT = 2.0  # seconds that leaving may take, before the ranks are signalled all the same
-# Seconds that the end may take; the host of the store waits for the others' goodbyes within it.
+# Seconds that the end may take; the host of the store waits for the other nodes' goodbyes within it.
 _END_TIMEOUT = 15.0
 _WATCHER_TIMEOUT = 5.0  # seconds that a thread may take to end once woken
 _LOOK_AGAIN = 10.0  # seconds after which a thread checks whether its round still runs
@@ -65,7 +65,7 @@ class FtNodes(Nodes):
         settings: of the rendezvous.
         identity: who this node is.
         replaces: whether the job may switch to the policy ``rank``.
-        exit_barrier_timeout: seconds for which this node waits for the others, once its own ranks are done.
+        exit_barrier_timeout: seconds to wait for the other nodes, once this node's ranks are done.
         check: what it has to pass before it takes a seat; None: nothing.
         where: at which endpoint the nodes meet, and for how long it is tried, for the log.
     """
@@ -149,7 +149,7 @@ class FtNodes(Nodes):
                 store = connect(agreed_in or address, STORE_TIMEOUT)
                 break
             except StoreError:
-                # Its host may just have been lost: then the others notice, and there is another round.
+                # Its host may just have been lost: then the other nodes notice, and there is another round.
                 limit = 2 * self._settings.keep_alive_timeout
                 if handler.board.wait(joined.version, limit) is None:
                     raise
@@ -161,7 +161,7 @@ class FtNodes(Nodes):
                 slots = drains.slots_of(own)
                 predecessors = call_in_thread(lambda: holders(Agreement(store), slots), "looking at the seat")
                 why = f"node {node.id} has been started again"
-                # If it is about to be checked, the others do not wait for it.
+                # If it is about to be checked, the other nodes do not wait for it.
                 comes = not (handler.was_spare and self._check)
                 log_deaths(store, dict.fromkeys(predecessors, why), return_=comes)
         return info, where
@@ -274,7 +274,7 @@ class FtNodes(Nodes):
             return
         if state.policy is RoundPolicy.RANK and not self._knows_that_formed:
             self._knows_that_formed = True
-            log.info("a job has formed: from now on nodes are replaced while the others go on")
+            log.info("a job has formed: from now on nodes are replaced while the other nodes go on")
         for one in news_in(state, handler.node, joined.round):
             self.inbox.put(term, one)
 

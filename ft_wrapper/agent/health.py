@@ -127,7 +127,7 @@ def application(group: Group, nodes: Nodes, run_id: str, timeout: float) -> "WSG
 
     Args:
         group: the workers.
-        nodes: the others; their inbox wakes the loop.
+        nodes: the other nodes; their inbox wakes the loop.
         run_id: of the job.
         timeout: seconds within which the loop has to answer.
     """
@@ -189,7 +189,7 @@ def health(group: Group, nodes: Nodes, run_id: str) -> Iterator[Health | None]:
 
     Args:
         group: the workers.
-        nodes: the others; their inbox wakes the main loop.
+        nodes: the other nodes; their inbox wakes the main loop.
         run_id: of the job.
 
     Returns:

@@ -14,7 +14,7 @@ from ..monitor.service import service_name
 from ..store.bounded import in_background
 from .rounds import BAD_NODE, COMMAND_LINE, INFRASTRUCTURE, JobResult, News, Round, What
 
-#: Seconds for which a node whose ranks are done waits for the others, by default; as in torch's agents.
+#: Seconds for which a node whose ranks are done waits for the other nodes, by default; as in torch's agents.
 EXIT_BARRIER_TIMEOUT = 300.0
 
 
@@ -23,7 +23,7 @@ class CannotStart(Exception):
 
 
 class BadNode(elastic.RendezvousError):
-    """This node cannot take part, whatever the others do."""
+    """This node cannot take part, whatever the other nodes do."""
 
 
 # The others ------------------------------------------------------------------------------------------------
@@ -120,12 +120,12 @@ class Inbox:
 
 
 class Nodes:
-    """This node's part among the others, as its agent uses it: in the main thread, except for `inbox`.
+    """This node's link to the other nodes. Its agent uses it in the main thread, except for `inbox`.
 
     The methods here are for a node that has nothing to say to others.
 
     Attributes:
-        inbox: news from the others.
+        inbox: news from the other nodes.
         agent: what this node's ranks find in ``FT_WRAPPER_AGENT``.
         store: address of the store in which wrapped ranks of the current round agree; empty before the first.
     """
@@ -148,9 +148,9 @@ class Nodes:
         raise NotImplementedError
 
     def look_for_place(self) -> tuple[bool, str]:
-        """Looks whether this node has its place among the others. Bounded.
+        """Looks whether this node has its place among the other nodes. Bounded.
 
-        Called before a rank is restarted: the others may have evicted this node without its knowledge, and
+        Called before a rank is restarted: this node may have been evicted without its knowledge, and
         another node may have its ranks.
 
         Returns:
@@ -168,7 +168,7 @@ class Nodes:
         return False
 
     def leave(self, why: str) -> None:
-        """A signal ends this node's part: the others go on without it, or learn that they cannot. Bounded.
+        """A signal ends this node's part: other nodes go on without it, or learn that they cannot. Bounded.
 
         Args:
             why: for people.
@@ -188,7 +188,7 @@ class Nodes:
 
     @property
     def keeps_others(self) -> bool:
-        """Whether the others cannot go on once this node's agent has ended: it hosts a store."""
+        """Whether the other nodes cannot go on once this node's agent has ended: it hosts a store."""
         return False
 
     def fail(self, why: str, result: str = "") -> None:
@@ -204,11 +204,11 @@ class Nodes:
         return None
 
     def await_others(self, said: str, *, as_host_only: bool) -> bool:
-        """This node is done: begins to wait for the others, which may still be busy.
+        """This node is done: starts to wait for the other nodes, which may still be busy.
 
         Args:
             said: how the ranks of this node ended, a `JobResult` as text; empty if they are lost.
-            as_host_only: this node's ranks are lost; it stays only if the others need what it hosts.
+            as_host_only: this node's ranks are lost; it stays only if the other nodes need what it hosts.
 
         Returns:
             Whether they are waited for: the end comes as news, `What.CLOSED`.
@@ -216,10 +216,10 @@ class Nodes:
         return False
 
     def _await(self, wait: Callable[[], News]) -> None:
-        """Waits for the others in a thread, and puts the outcome into the inbox.
+        """Waits for the other nodes in a thread, and puts the outcome into the inbox.
 
         Args:
-            wait: waits; returns the others' result, and why it gave up, if it did.
+            wait: waits; returns the other nodes' result, and why it gave up, if it did.
         """
         term = self.inbox.term
 
@@ -236,7 +236,7 @@ class Nodes:
         in_background("exit barrier", run)
 
     def finish(self, result: str) -> None:
-        """All is done, or the others do not need this node: ends its part. Bounded.
+        """All is done, or the other nodes do not need this node: ends its part. Bounded.
 
         Args:
             result: how the job has ended, a `JobResult` as text.

@@ -146,14 +146,14 @@ OWN_OPTIONS = {
     "--node-check-timeout SECONDS": f"how long the command may take (default: {TIMEOUT:g})",
     "--node-check-retries N": "how often a node that is kept out tries again before it gives up (default: no "
     "limit; 0 on one node)",
-    "--drain-timeout SECONDS": "SIGTERM drains this node if the others can continue without it: its ranks "
+    "--drain-timeout SECONDS": "SIGTERM drains this node if other nodes can continue without it: its ranks "
     "leave the job when their next step begins, or are terminated after this long (default: 0: the job ends)",
     "--drained-exit-code N": "exit code of a node that was drained (default: 0)",
     "--job-secret-file PATH": "the job's secret, the same on all nodes, by which its processes recognize "
     f"each other in the store (default: {secret.SECRET_ENV}; else on one node, and on etcd with a login, the "
     "job makes one)",
     "--result-file PATH": "write how the job ended to this file, as JSON (default: no file)",
-    "--exit-barrier-timeout SECONDS": "how long a node whose ranks are done waits for the others (default: "
+    "--exit-barrier-timeout SECONDS": "how long a finished node waits for the other nodes (default: "
     f"{EXIT_BARRIER_TIMEOUT:g})",
     "--log-format FORMAT": "format of the log lines, including those of the ranks' wrappers: text, or json: "
     f"one object per line (default: {FORMAT_ENV}, else text)",
@@ -466,8 +466,8 @@ class Options:
         spare_nodes: how many of the nodes have only hot spares.
         devices: of this node, if it has more ranks and some are spares: active ones get one each; else 0.
         monitor_interval: seconds between two looks for waiting nodes, with handlers that do not notify.
-        exit_barrier_timeout: seconds for which a node whose ranks are done waits for the others.
-        rendezvous: how this node finds the others; None if there are none.
+        exit_barrier_timeout: seconds for which a node whose ranks are done waits for the other nodes.
+        rendezvous: how this node finds the other nodes; None if there are none.
         address: what the user calls this node if there are no others; empty if nothing.
         port: where the ranks' store is if there are no others; 0 for a free port.
         run_id: what the user calls the job if there are no others; empty if nothing.
@@ -810,7 +810,7 @@ def _check_node_rank(parser: Parser, args: argparse.Namespace, most: int, is_alo
     rank: int | None = args.node_rank
     if rank is None or args.rdzv_backend not in (STATIC, *OURS):
         return  # a platform sets it in any case; torchrun does not use it then, either
-    # torchrun looks for the others of this one node, in vain, if there is a port to look at.
+    # torchrun looks for the other nodes of this one node, in vain, if there is a port to look at.
     if rank >= most and (args.master_port is not None or not is_alone):
         parser.error(
             f"--node-rank {rank}: with {most} {'nodes' if most > 1 else 'node'} the last one is {most - 1}; "
@@ -926,7 +926,7 @@ def _node_check(parser: Parser, args: argparse.Namespace, backend: str) -> NodeC
     """What this node has to pass; ``backend`` is how the nodes meet, empty if this one is alone."""
     command = args.node_check or ""
     if backend and backend not in OURS and command:
-        why = f"there, the others wait for a node that stays out; use --rdzv-backend {NAME}"
+        why = f"there, the other nodes wait for a node that stays out; use --rdzv-backend {NAME}"
         parser.contradict(f"--node-check {command}", f"--rdzv-backend {backend}", why)
     retries = args.node_check_retries if backend else args.node_check_retries or 0
     # poll waits for at most about 25 days

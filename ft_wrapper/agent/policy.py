@@ -20,7 +20,7 @@ class Policy(enum.Enum):
 
     Attributes:
         AUTO: ``group`` until a wrapped job has formed, then ``rank``.
-        RANK: a process that fails is replaced alone; the others go on.
+        RANK: a process that fails is replaced alone; the other ranks go on.
         GROUP: when a process fails, all are ended and restarted.
     """
 
@@ -33,7 +33,7 @@ class Remedy(enum.Enum):
     """What is done about a failure."""
 
     REPLACE = enum.auto()  # its process is started again, alone
-    LEAVE_OUT = enum.auto()  # nothing: the others go on to their own end
+    LEAVE_OUT = enum.auto()  # nothing: the other ranks go on to their own end
     RESTART_GROUP = enum.auto()  # all others are ended, then all are restarted
     END_GROUP = enum.auto()  # all others are ended, and that is the end
 

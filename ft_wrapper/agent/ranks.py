@@ -76,7 +76,7 @@ class Kill(RankAction):
 
 @dataclasses.dataclass(frozen=True)
 class AskPlace(RankAction):
-    """Asks whether this node has its place among the others: `Ranks.place` follows."""
+    """Asks whether this node has its place among the other nodes: `Ranks.place` follows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -283,7 +283,7 @@ class Ranks:
     def needs_outcome(self) -> bool:
         """Whether `tick` has to know if the job has finished: a rank that failed is to be started again.
 
-        It is not once the others have finished the job; then the template is not waited for either: it may
+        It is not once the other nodes have finished the job. Then the template is not awaited either: it may
         hang.
         """
         waits = self._has(_Due) or (self._has(_Asked) and self._failures)
@@ -361,7 +361,7 @@ class Ranks:
         self._group.started(rank, pid, replaces=incarnation > 0)
         is_replaced = self._policy.replaces(self.round.rank(rank))
         self._spare_at = now + SPARE_DELAY if is_replaced else None
-        if self._stop is not None:  # it came too late for the signal that the others got
+        if self._stop is not None:  # it came too late for the signal that the other ranks got
             return [Send(self._outcome.signum or TERM, rank)]
         return [AskToLeave(rank)] if rank in self._leaving else []
 
@@ -404,7 +404,7 @@ class Ranks:
             return [line, Send(signum)]
         self._note(signum=signum, signal=name)
         self._healed.update(self._of(_Running))
-        # The others are notified first, so none of them waits for ranks that are about to end.
+        # Other nodes are notified first, so that none waits for ranks that are about to end.
         leave = LeaveJob(f"it was ended by {name}")
         return [line, *self._begin_stop(again=False), leave, EndTemplate(signum), Send(signum)]
 
@@ -430,7 +430,7 @@ class Ranks:
         """The answer to `AskPlace`.
 
         Args:
-            is_ours: whether this node is known to have its place among the others.
+            is_ours: whether this node is known to have its place among the other nodes.
             out_of_reach: why that could not be found out; empty if it could.
         """
         self._out_of_reach = out_of_reach

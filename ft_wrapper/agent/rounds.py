@@ -117,7 +117,7 @@ class What(enum.Enum):
         LOST: the rendezvous is lost. The same, unless the ranks of this node are done.
         CLOSED: the job has ended: the nodes have stopped waiting for each other.
         DRAIN: ranks of this node are to leave the job, and are not started again.
-        NOTICE: this node is asked to leave the job; the others have to agree.
+        NOTICE: this node is asked to leave the job; the other nodes have to agree.
     """
 
     COME = enum.auto()

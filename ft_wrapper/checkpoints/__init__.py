@@ -96,7 +96,7 @@ class Checkpoints:
         root: the folder, created if it does not exist. The same on all ranks, on a file system that all
             share. All ranks make several `Checkpoints` in the same order.
         keep: the number of sealed checkpoints of this job to keep; `seal` removes older ones.
-        timeout: seconds, or a ``timedelta``, for which a rank waits for the others. By default the wrapper's
+        timeout: seconds, or a ``timedelta``, to wait for the other ranks. By default the wrapper's
             ``barrier_timeout``.
 
     Raises:

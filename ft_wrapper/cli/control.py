@@ -185,7 +185,7 @@ class JobStores:
 
 
 def drain(endpoint: str, target: str, within: float, why: str) -> str:
-    """Has ranks leave a job at their next step, and waits until they have; the others go on.
+    """Has ranks leave a job at their next step, and waits until they have; the other nodes go on.
 
     Args:
         endpoint: what a user calls the job.

@@ -196,7 +196,7 @@ def start_job(argv: Sequence[str], level: str) -> int:
 
 
 def meet(options: Options) -> Nodes:
-    """This node's part among the others. Does not connect yet.
+    """This node's part among the other nodes. Does not connect yet.
 
     Args:
         options: the job.

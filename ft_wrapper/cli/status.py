@@ -33,7 +33,7 @@ class NodeStatus:
         group_rank: its number; None if it has no seat, or its round is not complete.
         slots: the first and the last slot of its ranks; None without a seat in a complete round.
         incarnation: how many agents had this id before; None for a lost one.
-        address: where the others reach it; empty if that is not known.
+        address: where the other nodes reach it; empty if that is not known.
         reason: why it is kept out.
         since: when that began, in seconds since the epoch by its own clock.
     """

@@ -21,7 +21,7 @@ def trace_restart(report: RestartReport) -> None:
     """Makes a trace of a restart: for ``Wrapper(on_restart=trace_restart)``.
 
     The span ``restart`` has one child for each phase. Rank 0 of the new iteration makes it, with the phases
-    as it saw them; the others do nothing. The tracer is the program's; without one nothing happens.
+    as it saw them; other ranks do nothing. The tracer is the program's; without one nothing happens.
 
     Args:
         report: of the restart, which is over.

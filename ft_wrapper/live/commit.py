@@ -98,7 +98,7 @@ class Performer(Protocol):
         Args:
             shard: that this rank holds.
             receivers: the ranks that have just received theirs from others; None: all have built or loaded
-                theirs, and the first of a shard's ranks gives it to the others.
+                theirs, and the first of a shard's ranks gives it to the other ranks.
         """
 
     def finish(self, plan: Plan, number: int) -> None:
@@ -128,7 +128,7 @@ class Course:
         """Applies the gradients: on all active ranks, or on none.
 
         A rank that applies them has seen the vote end. So all had entered it, prepared. A rank that does not
-        see it end can follow in the recovery, without messages to the others.
+        see it end can follow in the recovery, without messages to the other ranks.
         """
         held = self._held()
         self.performer.make_ready()

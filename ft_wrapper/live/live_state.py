@@ -95,7 +95,7 @@ class LiveState:
             self._form = form = Form(build) if mesh is None else Sharded(build, mesh)
         _check_group(call_wrapper)
         if dist.get_rank() == 0 and (others := dist.get_world_size() - 1) < self._buddies:
-            # No error: the job may have lost the others.
+            # No error: the job may have lost the other ranks.
             log.warning("live state: buddies=%d, but there are %d other ranks", buddies, others)
         self._call_wrapper, self._services = call_wrapper, (services := call_wrapper.services)
         self._iteration = services.iteration

@@ -143,7 +143,7 @@ class Lines:
 
     Attributes:
         purpose: for errors.
-        address: for the others.
+        address: for the other ranks.
         to: connections that ranks which hear from this one have opened; by rank.
         since: connections to the ranks that this one hears from.
 
@@ -195,7 +195,7 @@ class Lines:
                     rank = min(due.values())
                     late = time.monotonic() - deadline
                     ready = selector.select(max(-late, 0))
-                    # Late, too: if this process was stopped, the others' hellos are there by now.
+                    # Late, too: if this process was stopped, the other ranks' hellos are there by now.
                     if not ready or late > self._timeout:
                         raise TimeoutError
                     # Clients come first: so who is silent is known when one too many is accepted.
@@ -340,7 +340,7 @@ class Ballot(Lines):
         """Broadcasts bytes from rank 0, along a binomial tree of the votes' connections; collective.
 
         Args:
-            said: rank 0's; ignored on the others.
+            said: rank 0's; ignored on the other ranks.
 
         Returns:
             What rank 0 said.
@@ -551,7 +551,7 @@ def carry(streams: Iterable[Stream], timeout: float) -> None:
         for stream in streams:
             selector.register(stream.line, stream.event, stream)
         while left := [key.data for key in selector.get_map().values()]:
-            # Taken before it reads: if this process was stopped, the others' bytes are there by now.
+            # Taken before it reads: if this process was stopped, the other ranks' bytes are there by now.
             since = time.monotonic() - timeout
             last = min(left, key=lambda stream: stream.heard)
             for key, ready in selector.select(max(last.heard - since, 0)):

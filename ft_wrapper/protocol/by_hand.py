@@ -216,7 +216,7 @@ class ByHand(Operations):
             Number of the next iteration, higher than that of any iteration this member has been in.
 
         Raises:
-            RestartError: this client has not joined, or the others went on without its member.
+            RestartError: this client has not joined, or the other members went on without its member.
             RestartTimeout: too few members are left; names the missing ones.
         """
         own = self._joined()
@@ -231,19 +231,18 @@ class ByHand(Operations):
         """Joins the job: its first iteration, or the next one if the job is already running.
 
         A client that has not joined, and is not a clone of one that has, acts for a new process of the rank.
-        It may call this before the others have noticed the death of the rank's last process, while they go
-        on, or after.
+        It may call this before or after the other members notice the death of the rank's last process.
 
         Args:
             world_size: number of ranks that the job begins with; higher ranks join later.
-            timeout: how long to wait for the others.
+            timeout: how long to wait for the other members.
             rank: this process's rank; that of the environment variable ``RANK`` when None.
 
         Returns:
             Number of the iteration that this process is in; the current one if it had already joined.
 
         Raises:
-            RestartError: the others went on without this process, a newer process has its rank, or the call
+            RestartError: the job went on without this process, a newer process has its rank, or the call
                 has completed.
             RestartTimeout: ranks are missing; names them.
             ValueError: the rank is not known.
@@ -263,7 +262,7 @@ class ByHand(Operations):
         ranks enter the returned iteration together with this process.
 
         Args:
-            timeout: how long to wait for the others to leave their iteration.
+            timeout: how long to wait for the other members to leave their iteration.
             rank: this process's rank; that of the environment variable ``RANK`` when None.
 
         Returns:
@@ -271,7 +270,7 @@ class ByHand(Operations):
 
         Raises:
             RestartError: there is no job yet, its call has completed, or a newer process has the rank.
-            RestartTimeout: the others did not leave their iteration.
+            RestartTimeout: the other members did not leave their iteration.
             ValueError: the rank is not known.
         """
         slot = self._slot(rank)

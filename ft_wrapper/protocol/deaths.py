@@ -1,4 +1,4 @@
-"""Reports of deaths: repeated until the others go on without the dead member.
+"""Reports of deaths: repeated until the other members go on without the dead member.
 
 A node's slots outlive it: the node that takes its place later has the same slots. So `holders` looks up the
 members that held the slots, and only their deaths are reported.
@@ -73,7 +73,7 @@ def report_lost(agreement: Agreement, lost: Mapping[Member, str], *, returns: bo
     """Reports the deaths of members whose own monitors cannot: their node is lost, or has left.
 
     The deaths are logged together. Otherwise the next iteration would keep a member that had arrived before
-    it died and was logged after the others, which would cost another restart.
+    it died and was logged after the other members, which would cost another restart.
 
     Args:
         agreement: the protocol over the ranks' store.

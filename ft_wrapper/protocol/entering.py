@@ -292,7 +292,7 @@ class Barriers(Operations):
             contribution: the caller's contribution, one line.
             count: number of ranks that contribute.
             compute: maps all contributions by rank to all results by rank; the same on every rank.
-            timeout: longest time to wait for the others.
+            timeout: longest time to wait for the other members.
 
         Raises:
             BarrierTimeout: ranks are missing; the message names them.

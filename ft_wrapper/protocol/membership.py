@@ -161,7 +161,7 @@ class Membership:
     def await_endpoint(self, rank: int | None, sizes: Sizes) -> Endpoint | None:
         """Waits until the iteration's rank 0 publishes where ``torch.distributed`` meets: host and port.
 
-        None if the iteration has ended, possibly because rank 0 took too long: the others go on without it.
+        None if the iteration has ended, possibly because rank 0 took too long: the job goes on without it.
 
         Args:
             rank: this member's rank.
@@ -253,7 +253,7 @@ class Membership:
         missing = sorted(set(range(active_world_size)) - self.agreement.ends.finished_in(n))
         late = f"ranks {missing} did not finish within completion_timeout={patience:g} s"
         if missing and self._was_completed_late:
-            # They have more work than the others, and would have it again.
+            # They have more work than the other members, and would have it again.
             self.agreement.store.warn(f"{late}; waiting for them, since a restart has not helped")
         elif missing:
             self._was_completed_late = True
@@ -299,7 +299,7 @@ class Membership:
                 self.emit("decided")
                 return True
             if self.agreement.store.now() >= until:
-                late = f"did not get in within {within:g} s: the others went on too fast"
+                late = f"did not get in within {within:g} s: the other members went on too fast"
                 raise exception.RestartTimeout(f"{self.member.name} {late}")
             self.agreement.store.warn(f"{self.member.name} was passed over for too long, and joins again")
             asked = None
@@ -340,7 +340,7 @@ class Membership:
             # gone on without it: no monitor watches it now.
             may_be_in = read_head() is not None or joining.living_joiners().keys() >= {*self.slots}
             if isinstance(error, exception.RestartTimeout) and read_head() is None:
-                # So the others name the missing ranks, not this one.
+                # So the other members name the missing ranks, not this one.
                 self.agreement.ends.give_up(keys.BEFORE_FIRST, self.member)
                 if read_head() is None and not may_be_in:
                     return

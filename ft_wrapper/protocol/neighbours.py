@@ -186,7 +186,7 @@ class NeighbourWatch:
             self._warn(f"slot {peer.slot}", "evicted")
             self._agreement.ends.log_fault(view.n, self._fault_of(peer, watcher))
         if active or outcome is not None:
-            # Even if it has already ended: the process that ended it may have died before waking the others.
+            # Even if it has already ended: the process that ended it may have died before it woke anyone.
             self._agreement.ends.end_iteration(view.n, FAULT)
             # Only arrived members may propose, so this does nothing until the watcher has arrived.
             self._agreement.iterations.advance(view, watcher, silent=silent)

@@ -282,7 +282,7 @@ def host_workers_store(address: str, port: int = 0) -> TorchTCPStore:
     except OSError as error:
         raise elastic.RendezvousConnectionError(
             f"the store of the workers cannot be opened at {address}: {error}; set --local-addr to an "
-            "address of this node that the others can reach"
+            "address of this node that the other nodes can reach"
         ) from error
 
 

@@ -222,7 +222,7 @@ class Executor:
         return elastic.RendezvousTimeoutError(
             f"{len(came)} of {least}{record.min_nodes} nodes joined round {record.round} of the rendezvous "
             f"{self._run_id!r} within {timeout:g} s: {', '.join(map(str, came))}{_missing(record, came)}"
-            f"{out and f'; kept out: {out}'}; check that the others run and reach this endpoint"
+            f"{out and f'; kept out: {out}'}; check that the other nodes run and reach this endpoint"
         )
 
 

@@ -183,7 +183,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
     def shutdown(self, result: str = "") -> bool:
         """Ends this node's part, and closes the rendezvous if the node takes part at this time.
 
-        A node that was never in a round, or was evicted, only leaves: it must not end the others' job.
+        A node that was never in a round, or was evicted, only leaves: it must not end the other nodes' job.
 
         Args:
             result: how the job has ended, for late agents.
@@ -197,7 +197,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
             if self.joined is not None and takes_part:
                 self.set_closed(result=result)
             if self.board.is_closed:
-                if self.backend.is_host:  # the store stays until the others have seen the end
+                if self.backend.is_host:  # the store stays until the other nodes have seen the end
                     self._await_goodbyes()
             else:
                 self.leave()
@@ -281,7 +281,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
             self._end()
 
     def abandon(self) -> None:
-        """Ends this node's part without notifying the others, since the store does not answer."""
+        """Ends this node's part without notifying the other nodes, since the store does not answer."""
         self._end(patience=0.0)  # the threads may still wait for an answer
 
     # Parts -------------------------------------------------------------------------------------------------

@@ -7,8 +7,8 @@ thousand. `normalize` then makes every move that follows.
 Under the policy ``group`` every change of membership is a new round: late nodes wait, and once all nodes have
 left a round the next one begins with the waiting nodes. A round is complete at once with
 `RendezvousRecord.max_nodes`; with fewer when a node completes it (`complete_round`). Under the policy
-``rank`` the round stays: a node takes a seat or loses it, and the others go on. But if the node of group rank
-0 hosts the workers' store, the store is lost with that node: the policy is ``group`` again, and the others
+``rank`` the round stays: a node takes a seat or loses it, and all others go on. But if the node of group rank
+0 hosts the workers' store, the store is lost with that node: the policy is ``group`` again, and all nodes
 form a new round.
 """
 
@@ -199,7 +199,7 @@ def _let_in(record: RendezvousRecord, admission: Admission, before: Node | None)
 def _is_restart(record: RendezvousRecord, admission: Admission, before: Node | None) -> bool:
     """Whether the admission begins a restart with the same nodes, rather than a change of membership."""
     if not record.complete or record.policy is RoundPolicy.RANK:
-        return False  # under policy rank the others go on
+        return False  # under policy rank the other nodes go on
     if before is None:
         return any(seat.occupant is None and seat.last == admission.node.id for seat in record.seats)
     if record.seat_of(before) is None:

@@ -83,7 +83,7 @@ class NodeWatch:
 
     After an outage of the store not all nodes are back at the same time: a client may have begun a long
     attempt to connect just before. So a node that could not look for a while, or has just begun, declares no
-    node silent until the others have had time to reconnect.
+    node silent until the other nodes have had time to reconnect.
 
     Args:
         store: a client of its own.

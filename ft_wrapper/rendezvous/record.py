@@ -21,7 +21,7 @@ class RoundPolicy(enum.StrEnum):
 
     Attributes:
         GROUP: a new round begins: late nodes wait for it, and all other nodes leave the old round.
-        RANK: the round goes on: a node takes a seat or loses it, and the others notice nothing.
+        RANK: the round goes on: a node takes a seat or loses it, and the other nodes notice nothing.
     """
 
     GROUP = "group"

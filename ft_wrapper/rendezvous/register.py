@@ -144,7 +144,7 @@ class RecordRegister:
         desired = record.to_json()
         held = self.store.execute([CompareAndSet(RECORD_KEY, expected, desired)])[0] or ""
         if held == desired:
-            # The node that wrote the last version may have died before it could wake the others.
+            # The node that wrote the last version may have died before it could wake the other nodes.
             wakes = (self.store.wake_name(version_key(number)) for number in (version - 1, version))
             self.store.execute([Write(dict.fromkeys(wakes, ""))])
             if version > KEPT_VERSIONS:

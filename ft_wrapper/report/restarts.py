@@ -160,7 +160,7 @@ def _restarts_on(host: str, timeline: Timeline) -> Iterator[tuple[str, Restart]]
         if not faults or not entered[number] or back is None:
             continue  # nothing failed, or it is part of the restart before
         came = {record["pid"] for record in seen[back].on(host, *_OF_THE_NEXT)}
-        # A process that joins is not back, but new: it may still import while the others are in the function.
+        # A joining process is not back, but new: it may still import while other ranks are in the function.
         ranks = came.intersection(record["pid"] for record in failed.on(host, "enter", "spare")) or came
         begin = moment = min(record["monotonic"] for record in faults)
         phases = {}

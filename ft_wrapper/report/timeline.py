@@ -216,7 +216,7 @@ def _clocks(
     """What each host's clock showed when the job began.
 
     All ranks learn of a decision within milliseconds: clocks are set by decisions, and by the time of day
-    only for a host that shares no iteration with the others.
+    only for a host that shares no iteration with the other ranks.
     """
     heard: dict[str, dict[str, float]] = {host: {} for host in hosts}
     for one in iterations.values():

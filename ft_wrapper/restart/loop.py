@@ -163,7 +163,7 @@ class RestartedProcess:
         """
 
     def reset_process(self) -> None:
-        """Prepares this rank's next entry, while it waits for the others."""
+        """Prepares this rank's next entry, while it waits for the other ranks."""
 
     def all_arrived(self) -> None:
         """All ranks have left the iteration, and the next one is decided."""
@@ -344,7 +344,7 @@ def check_assigned(state: State) -> None:
         )
     if state.mode not in (Mode.ACTIVE, Mode.INACTIVE) or active is None or active > size:
         words = "rank_assignment must make each rank ACTIVE or INACTIVE, and at most world_size ACTIVE"
-        raise exception.InternalError(f"{words}; it gave {state}")  # the others would wait for missing ranks
+        raise exception.InternalError(f"{words}; it gave {state}")  # others would wait for missing ranks
 
 
 # A function that fails repeatedly ---------------------------------------------------------------------------

@@ -353,7 +353,7 @@ def _why(group: str, count: GroupSequence, at: _At | None, most: _At, fault: Fau
     if count.number > number:
         further = count.number - number
         is_sure = is_known and (is_there or count.is_exact)
-        return f"was {further} ahead of the others, which were in {what}" if is_sure else None
+        return f"was {further} ahead of the other ranks, which were in {what}" if is_sure else None
     if is_there and is_known and at is not None:
         return f"was in {at[1]} instead of {what}"
     return None  # it has begun it, and may wait for its end

@@ -59,7 +59,7 @@ class _Member:
 
     @property
     def peer(self) -> str:
-        """Its address for the others."""
+        """Its address for the other members."""
         return f"http://{self.address}:{self.peer_port}"
 
     @property

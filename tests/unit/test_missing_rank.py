@@ -56,7 +56,7 @@ WAIT = all_others("all_reduce 0", g0=5, g1=1)
         pytest.param(
             "barrier 0",
             {"g0": 7, "g1": 1},
-            "was 2 ahead of the others, which were in all_reduce #5 of group 0",
+            "was 2 ahead of the other ranks, which were in all_reduce #5 of group 0",
             id="further",
         ),
         pytest.param("all_reduce 0", {"g0": 5, "g1": 1}, None, id="with the others"),
@@ -75,8 +75,8 @@ def test_one_of_four_is_elsewhere(what: str, numbers: dict[str, int], why: str |
     ("what", "number", "why"),
     [
         ("all_reduce 0", 4, NOT_TO_5),
-        ("all_reduce 0", 6, "was 1 ahead of the others, which were in all_reduce #5 of group 0"),
-        (SLEEP, 6, "was 1 ahead of the others, which were in all_reduce #5 of group 0"),
+        ("all_reduce 0", 6, "was 1 ahead of the other ranks, which were in all_reduce #5 of group 0"),
+        (SLEEP, 6, "was 1 ahead of the other ranks, which were in all_reduce #5 of group 0"),
     ],
 )
 def test_a_number_alone_tells_where_it_counts_collectives_only(what: str, number: int, why: str) -> None:

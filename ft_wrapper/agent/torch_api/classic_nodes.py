@@ -1,7 +1,7 @@
 """The other nodes, by any of torch's rendezvous handlers, as in torch's own agents.
 
 Every change of membership is a new round. Such a handler does not notify: this node asks `num_nodes_waiting`
-now and then, and the others notice on their own that a node has left. Single ranks are replaced within a
+now and then, and each node notices on its own that another has left. Single ranks are replaced within a
 round as with our own rendezvous; nodes are not.
 """
 
@@ -36,10 +36,10 @@ class ClassicNodes(Nodes):
     """This node's part, by a handler of torch's.
 
     Args:
-        spec: the workers. Its ``master_addr``, else its ``local_addr``, is how the others reach this node; as
+        spec: the workers. Its ``master_addr``, else its ``local_addr``, is this node's address; as
             the handler says when both are None. A node that is alone need not have one that can be looked up.
             The store of the workers, on the first node, is at ``master_port``, unless the handler has that.
-        exit_barrier_timeout: seconds for which this node waits for the others, once its own ranks are done.
+        exit_barrier_timeout: seconds to wait for the other nodes, once this node's ranks are done.
         make_handler: makes the handler, with the first round; the spec's when None.
     """
 
@@ -196,8 +196,8 @@ def exchange(store: Store, rank: int, size: int, spec: WorkerSpec, address: str)
 def await_all(store: Store, rank: int, size: int, timeout: float) -> bool:
     """Waits until all nodes are done, and know that of each other.
 
-    The node that hosts the store must not end before: the others would lose the store while they wait, and
-    report a failure. That was seen once, in a test suite; 80 runs of that test under load did not show it.
+    If the store's host ended first, a node that still waits would lose the store and report a failure. A test
+    suite saw that once; 80 runs of the test under load did not.
 
     Args:
         store: of the round.

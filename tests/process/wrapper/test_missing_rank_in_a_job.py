@@ -18,7 +18,7 @@ WHY = {
     "another group": "did not reach all_reduce #{} of group 0",
     "elsewhere": "did not reach all_reduce #{} of group 0",
     "another operation": "was in barrier instead of all_reduce #{} of group 0",
-    "further": "was 1 ahead of the others, which were in all_reduce #{} of group 0",
+    "further": "was 1 ahead of the other ranks, which were in all_reduce #{} of group 0",
 }
 
 
