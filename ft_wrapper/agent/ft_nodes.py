@@ -542,7 +542,7 @@ def _await_all(handler: FtRendezvousHandler, where: Round, timeout: float | None
         left = deadline - time.monotonic()
         if not waited_for or left <= 0:
             names = ", ".join(map(str, waited_for))
-            why = f"not waited for any longer, after {timeout:g} s: node {names}" if names else ""
+            why = f"gave up waiting after {timeout:g} s for node {names}" if names else ""
             return News(What.CLOSED, why, result=_result_of_all(state, where, waited_for, agents))
         with contextlib.suppress(DistStoreError):
             keys = [done_key(other.name) for other in waited_for]

@@ -131,9 +131,9 @@ class ClassicNodes(Nodes):
         timeout = self._exit_barrier_timeout
 
         def wait() -> News:
-            if await_all(store, where.group_rank, where.group_world_size, timeout):
-                return News(What.CLOSED)
-            return News(What.CLOSED, f"the other nodes are not waited for any longer, after {timeout:g} s")
+            late = await_all(store, where.group_rank, where.group_world_size, timeout)
+            names = ", ".join(map(str, late))
+            return News(What.CLOSED, f"gave up waiting after {timeout:g} s for node {names}" if late else "")
 
         self._await(wait)
         return True
@@ -193,7 +193,7 @@ def exchange(store: Store, rank: int, size: int, spec: WorkerSpec, address: str)
     )
 
 
-def await_all(store: Store, rank: int, size: int, timeout: float) -> bool:
+def await_all(store: Store, rank: int, size: int, timeout: float) -> list[int]:
     """Waits until all nodes are done, and know that of each other.
 
     If the store's host ended first, a node that still waits would lose the store and report a failure. A test
@@ -206,21 +206,21 @@ def await_all(store: Store, rank: int, size: int, timeout: float) -> bool:
         timeout: seconds to wait.
 
     Returns:
-        Whether they were done in time.
+        The nodes that were not done in time.
 
     Raises:
-        DistNetworkError: the store was lost before.
+        DistNetworkError: the store was lost first.
     """
     store.set(f"done/{rank}", "")
     try:
         store.wait([f"done/{other}" for other in range(size)], timedelta(seconds=max(timeout, 0.001)))
     except DistStoreError:
-        return False
-    with contextlib.suppress(DistError):  # the store's host has ended, or a node without a word
+        return [other for other in range(size) if not store.check([f"done/{other}"])]
+    with contextlib.suppress(DistError):  # the store's host may have ended, or a node may have been lost
         store.set(f"knows/{rank}", "")
         seconds = max(min(timeout, END_TIMEOUT), 0.001)
         store.wait([f"knows/{other}" for other in range(size)], timedelta(seconds=seconds))
-    return True
+    return []
 
 
 def _get(store: Store, key: str, rank: int) -> str:
