@@ -194,7 +194,7 @@ def exchange(store: Store, rank: int, size: int, spec: WorkerSpec, address: str)
 
 
 def await_all(store: Store, rank: int, size: int, timeout: float) -> list[int]:
-    """Waits until all nodes are done, and know that of each other.
+    """Waits until all nodes are done, and all of them know it.
 
     If the store's host ended first, a node that still waits would lose the store and report a failure. A test
     suite saw that once; 80 runs of the test under load did not.

@@ -140,7 +140,7 @@ def test_places_by_exchange_are_the_same() -> None:
 
 
 def test_a_node_ends_once_all_know_that_all_are_done() -> None:
-    """The one that hosts the store would take it with it; and its end does the last one no harm."""
+    """If the host of the store ended first, a node that still waits would lose it; later that is harmless."""
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         with contextlib.closing(TCPStoreServer()) as server:
             at = ("127.0.0.1", server.port)
