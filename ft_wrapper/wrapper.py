@@ -56,7 +56,7 @@ class CallWrapper:
     def __init__(self, call: Call) -> None:
         self._call, self.services = call, call.services  # these for live states and checkpoints alone
         memory, member = call.own.memory, weakref.ref(call.own.member)  # a ping may outlive the call
-        ping, step = memory.make_ping(lambda: _note_step(member(), memory), _leave)
+        ping, step = memory.make_ping(lambda: _note_step(member(), memory), lambda step: _look(memory))
         # They replace the methods, which would add the time of a call.
         vars(self).update(ping=ping, step=step)
 
@@ -215,8 +215,9 @@ class Unwrapped(CallWrapper):
     disable_hang_protection: Any = atomic
 
 
-def _leave() -> None:
-    raise RankDrained
+def _look(memory: RankMemory) -> None:
+    if memory.leave_requested:
+        raise RankDrained
 
 
 # Arguments of Wrapper that are now arguments of Limits.

@@ -9,10 +9,12 @@ and written in one store. So no reader sees half of a value, and no writer takes
 """
 
 import ctypes
+import dataclasses
 import enum
 import errno
 import fcntl
 import functools
+import math
 import mmap
 import operator
 import os
@@ -23,10 +25,15 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from .._text import cut
+from ..protocol.notice import Notice
+
 _SIZE = 4096
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _MUTEX_SIZE = 64  # bytes for a pthread_mutex_t; it has 40 to 48 on the platforms that torch supports
 _NO_STEP = 2**64 - 1
+_NOTICE_SIZE = 2048  # bytes
+_NOTICE_TEXT = 100  # characters of each text in it, which JSON may write with six bytes
 _PTHREAD_PROCESS_SHARED = 1
 _PTHREAD_MUTEX_ROBUST = 1
 Step = Callable[[int], None]
@@ -71,6 +78,7 @@ class RankMemory(ctypes.Structure):
         dump_fd: the rank's descriptor of the pipe with the answer.
         leave_requested: whether the rank was asked to leave the job (written by the agent), or was excluded
             (written by the rank when its call ends).
+        looks: whether the rank has to look, when a step begins, for what was asked of it.
         is_life_held: whether the rank is in its call; after its process has ended, whether it ended in one.
 
     Raises:
@@ -86,7 +94,9 @@ class RankMemory(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("phase", "iteration", "_rank", "hang_protection_disabled")),
         *((name, ctypes.c_int64) for name in ("dump_signal", "dump_fd")),
         *((name, ctypes.c_bool) for name in ("active", "is_in_function", "has_restarted")),
-        *((name, ctypes.c_bool) for name in ("is_life_held", "leave_requested")),
+        *((name, ctypes.c_bool) for name in ("is_life_held", "leave_requested", "looks")),
+        ("_notice_stamp", ctypes.c_double),
+        ("_notice", ctypes.c_char * _NOTICE_SIZE),
     )
     main_stamp: float
     gil_stamp: float
@@ -104,6 +114,9 @@ class RankMemory(ctypes.Structure):
     dump_signal: int
     dump_fd: int
     leave_requested: bool
+    looks: bool
+    _notice: bytes
+    _notice_stamp: float
     fd: int
     _owner: tuple[int, int] | None = None  # process and thread that hold the life mutex by this object
 
@@ -208,6 +221,27 @@ class RankMemory(ctypes.Structure):
     def rank(self, value: int | None) -> None:
         self._rank = -1 if value is None else value
 
+    @property
+    def notice(self) -> Notice | None:
+        """The newest notice, with the seconds that are left now; None if there was none."""
+        until, text = self._notice_stamp, self._notice.decode()
+        if not text:
+            return None
+        left = None if until == math.inf else max(0.0, until - time.monotonic())
+        return dataclasses.replace(Notice.from_json(text, "notice"), seconds=left)
+
+    def give(self, notice: Notice) -> None:
+        """Writes a notice, which the rank sees when its next step begins; from any process that maps this."""
+        who, why = (cut(text, _NOTICE_TEXT) for text in (notice.who, notice.why))
+        short = Notice(who, why, id=notice.id, ends=notice.ends)
+        self._notice_stamp = math.inf if notice.seconds is None else time.monotonic() + notice.seconds
+        self._notice = short.to_json().encode()
+        self.looks = True
+
+    def ask_to_leave(self) -> None:
+        """Asks the rank to leave the job when its next step begins."""
+        self.leave_requested = self.looks = True
+
     def enter_phase(self, phase: int) -> None:
         """Changes the phase, and resets the stamps: ``main_stamp`` to now, ``ping_stamp`` to none."""
         self.main_stamp = time.monotonic()
@@ -248,7 +282,7 @@ class RankMemory(ctypes.Structure):
         return memoryview(self).cast("B")[field.offset : field.offset + field.size].cast(form)  # type: ignore[call-overload]
 
     def make_ping(
-        self, note: Callable[[], None] = lambda: None, leave: Callable[[], None] = lambda: None
+        self, note: Callable[[], None] = lambda: None, look: Step = lambda n: None
     ) -> tuple[Callable[..., None], Step]:
         """Returns ``ping`` and ``step``, which only write the time, and the number of a step.
 
@@ -257,17 +291,17 @@ class RankMemory(ctypes.Structure):
         Args:
             note: called after the first step of an iteration is written; and both before and after a number
                 lower than the last one is written, because the function has gone back.
-            leave: called when a step begins, if the rank was asked to leave.
+            look: called with its number when a step begins, if the rank `looks`.
         """
         now, stamp = time.monotonic, self._view("ping_stamp", "d")
         number, began = self._view("_step", "Q"), self._view("step_stamp", "d")
         first = self._view("_first_step", "Q")
-        leave_requested = self._view("leave_requested", "?")
+        looks = self._view("looks", "?")
 
         def step(n: int) -> None:
             try:
                 follows = n > number[0]
-                if follows and not leave_requested[0]:
+                if follows and not looks[0]:
                     number[0] = n
                     began[0] = now()
                     return
@@ -281,19 +315,21 @@ class RankMemory(ctypes.Structure):
             turn(n)
 
         def turn(n: int) -> None:
-            """Begins the first step of an iteration or a lower one, or makes the rank leave."""
+            """Begins the first step of an iteration or a lower one, or one at which the rank looks."""
             last = number[0]
             if n == last:
                 return  # still the same step
-            if leave_requested[0]:
-                leave()
+            if looks[0]:
+                look(n)
+            follows = n > last
             if last == _NO_STEP:
                 first[0] = n
-            else:
+            elif not follows:
                 note()
             began[0] = now()
             number[0] = n  # written last: it marks the other values as valid
-            note()
+            if not follows:
+                note()
 
         begin = step
 
@@ -302,7 +338,7 @@ class RankMemory(ctypes.Structure):
             if step is None:
                 return
             try:  # as in `step`, but without reading the clock again, which would double the time
-                if step > number[0] and not leave_requested[0]:
+                if step > number[0] and not looks[0]:
                     number[0] = step
                     began[0] = at
                     return

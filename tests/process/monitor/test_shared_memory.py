@@ -16,6 +16,7 @@ import pytest
 
 from ft_wrapper.monitor import shared_memory
 from ft_wrapper.monitor.shared_memory import Phase, RankMemory
+from ft_wrapper.protocol.notice import Notice
 
 LIMIT = 30.0
 
@@ -195,18 +196,36 @@ def test_whether_a_rank_is_inside(memory: RankMemory) -> None:
     assert not memory.is_in_function
 
 
+def test_a_notice_comes_with_the_time_that_is_left(memory: RankMemory) -> None:
+    assert memory.notice is None and not memory.looks
+    notice = Notice('"é' * 300, "SIGTERM " * 100, 30.0, "a", ends=True, leaving=("3:0",))
+    memory.give(notice)
+    with contextlib.closing(RankMemory.from_fd(memory.fd)) as other:
+        read = other.notice
+        assert other.looks and read is not None and read.seconds is not None and 0 < read.seconds <= 30.0
+        assert (read.id, read.ends) == ("a", True)
+        memory.give(Notice("ftrun notice", "maintenance", id="b"))
+        assert other.notice == Notice("ftrun notice", "maintenance", id="b"), "it is not known how long"
+
+
 @pytest.mark.parametrize("way", ["step", "ping"])
 def test_one_that_is_to_leave_does_so_where_a_step_begins(memory: RankMemory, way: str) -> None:
     class Left(BaseException):
         pass
 
-    def leave() -> None:
-        raise Left
+    def look(step: int) -> None:
+        if memory.leave_requested:
+            raise Left
 
-    ping, step = memory.make_ping(leave=leave)
+    notes: list[int] = []
+    ping, step = memory.make_ping(lambda: notes.append(memory.step or 0), look)
     tell = step if way == "step" else ping
-    tell(3)
-    memory.leave_requested = True
+    tell(1)
+    memory.give(Notice("node 3", "SIGTERM", 30.0, "a"))
+    for n in (2, 3):  # each looks, and goes on
+        tell(n)
+    assert memory.step == 3 and notes == [1], "not as if the function had gone back"
+    memory.ask_to_leave()
     ping()
     tell(3)  # a part of the step that is on
     for n in (4, 1):  # the next one; or the function has gone back
