@@ -45,7 +45,7 @@ class Budget:
 
 LINES = {
     "top": Budget(990, 1297),
-    "cli": Budget(760, 812),
+    "cli": Budget(760),
     "restart": Budget(1230, 1406),
     "rank_assignment": Budget(500),
     # Notices may add 240 lines: protocol 15, monitor 35, rendezvous 15, agent 60, cli 60, live 25, restart 30.
