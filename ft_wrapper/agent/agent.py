@@ -10,6 +10,7 @@ import os
 import selectors
 import shlex
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
@@ -37,7 +38,7 @@ from .nodes import CannotStart, Nodes, exit_code_of
 from .outputs import ERROR_FILE_ENV, Logs, count_kernel_kills, describe_exit, opened, read_failure
 from .policy import JobFacts, JobOutcome, RestartPolicy
 from .process import INCARNATION_ENV, Job, Program, RankProcess, Request, adopted, start, with_local_rank
-from .rounds import BAD_NODE, DONE, INFRASTRUCTURE, End, Failure, JobResult, Round, What, worst
+from .rounds import BAD_NODE, DONE, INFRASTRUCTURE, End, Failure, JobResult, News, Round, What, worst
 from .signals import SHUTDOWN_TIMEOUT, SIGNALS, Signalled, SignalQueue, queued, signal_name
 from .standby import Standby
 from .torch_api.timers import watchdog
@@ -55,6 +56,7 @@ STANDBY_SETTLED = 60.0
 # Of this process, per rank: connections to the store, if it is hosted here, and the monitor's files.
 _FILES_OF_A_RANK = 12
 _FILES_OF_ALL = 16  # what the ranks have in common
+_KEEPS_OTHERS = "it hosts the store of the other nodes, which end with it"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +71,7 @@ class Launch:
         signals: signals that are forwarded to them, and end them.
         shutdown_timeout: seconds from a signal that ends ranks to SIGKILL.
         drain_timeout: seconds that SIGTERM gives ranks to reach their next step; see `Ranks`.
+        notice_grace: seconds from SIGTERM to the scheduler's SIGKILL, if that is known; else 0.
         forks: whether they are forked from a process that has imported torch, where that is possible.
         log_line_prefix: what comes before the lines that are shown; see `Logs`.
         devices: number of devices that this node's ranks share, if there are fewer than ranks; else 0.
@@ -81,6 +84,7 @@ class Launch:
     signals: Sequence[signal.Signals] = SIGNALS
     shutdown_timeout: float = SHUTDOWN_TIMEOUT
     drain_timeout: float = 0.0
+    notice_grace: float = 0.0
     forks: bool = True
     log_line_prefix: str | None = None
     devices: int = 0
@@ -175,12 +179,12 @@ def _await_others(end: End, nodes: Nodes, signals: SignalQueue) -> End:
     if end.failed:
         nodes.fail(end.failed, end.result().to_text())
         return end
-    if end.drained and not nodes.keeps_others:
+    if end.drained and not end.preempted and not nodes.keeps_others:
         nodes.leave("it was drained")
         return dataclasses.replace(end, left=JobResult(DONE, "this node was drained", verdict="drained"))
-    said = "" if end.lost or end.drained else end.result().to_text()
+    said = "" if end.lost or (end.drained and not end.preempted) else end.result().to_text()
     if not end.closed and nodes.await_others(said, as_host_only=not said):
-        why = "it hosts their store" if end.drained else "waiting for the other nodes"
+        why = "waiting for the other nodes" if said else "it hosts their store"
         log.info("the ranks of this node have ended; %s", why)
         end = _wait(end, nodes, signals)
         if end.again or end.signum is not None or end.ended_by:
@@ -210,7 +214,7 @@ def _wait(end: End, nodes: Nodes, signals: SignalQueue) -> End:
                     nodes.leave(f"it was ended by {name}")
                     return dataclasses.replace(end, signum=signum, signal=name)
             for news in nodes.inbox.take():
-                if news.what in (What.DRAIN, What.NOTICE):
+                if news.what in (What.DRAIN, What.LEAVE, What.CHECKPOINT, What.NOTICE):
                     continue  # no rank is left here
                 if news.why:
                     log.warning("%s", news.why)
@@ -248,7 +252,7 @@ class Loop:
         self._nodes = nodes
         self._group = group
         self._signals = signals
-        timing = launch.shutdown_timeout, time.monotonic, launch.drain_timeout
+        timing = launch.shutdown_timeout, time.monotonic, launch.drain_timeout, launch.notice_grace
         self._ranks = ranks.Ranks(launch.job.nproc, launch.policy, group, *timing)
         self._running: dict[int, RankProcess] = {}  # by local rank
         self._standby: Standby | None = None
@@ -323,7 +327,10 @@ class Loop:
                     if signum in signals.ending:
                         self._carry_out(self._ranks.signalled(signum, signal_name(signum)))
                     elif signum != signal.SIGCHLD:
-                        self._notify(signum)
+                        asked = self._ranks.noticed(signal_name(signum)) if signum == signal.SIGUSR1 else []
+                        self._carry_out(asked)
+                        if asked or signum != signal.SIGUSR1:
+                            self._notify(signum)
                 for key in ready:
                     if isinstance(key.data, RankProcess):
                         self._take_end(key.data)
@@ -413,10 +420,27 @@ class Loop:
                 case ranks.AskToLeave():
                     if not self._monitors.ask_to_leave(self._running[action.rank].pid):
                         self._ranks.does_not_leave(action.rank)
+                case ranks.AskNotice():
+                    self._ask_notice(action)
+                case ranks.Give():
+                    idle = self._monitors.give(action.notice)
+                    for rank, process in self._running.items():
+                        if process.pid in idle:
+                            self._ranks.has_no_work(rank)
                 case ranks.AskDrain():
-                    refused = self._nodes.drain(action.within, action.why)
+                    keeps = self._nodes.keeps_others and action.signum is not None
+                    refused = _KEEPS_OTHERS if keeps else self._nodes.drain(action.within, action.why)
                     if refused:
                         self._carry_out(self._ranks.stays(action, refused))
+
+    def _ask_notice(self, asked: ranks.AskNotice) -> None:
+        """Has all nodes pass a notice on; if they cannot be asked, this node's ranks get it all the same."""
+        node = self._ranks.round.node
+        who = f"node {node}" if node else socket.gethostname()
+        notice = dataclasses.replace(asked.notice, who=who, id=os.urandom(8).hex())
+        if refused := self._nodes.notice(notice, leaves=asked.leaves):
+            log.warning("%s: only the ranks of this node get a notice: %s", notice.why, refused)
+            self._carry_out(self._ranks.take_news(News(What.NOTICE, notice=notice)))
 
     def _notify(self, signum: int) -> None:
         """Passes a signal to the ranks that have a handler for it: it might end others and their helpers."""

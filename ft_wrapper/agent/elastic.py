@@ -149,6 +149,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             tuple(signals),
             shutdown_timeout,
             drain_timeout,
+            0.0,
             standby,
             log_line_prefix_template,
         )

@@ -26,10 +26,12 @@ from ..exception import RestartTimeout, StoreError, StoreUnavailable
 from ..protocol import Agreement
 from ..protocol import keys as names
 from ..protocol.deaths import holders, report_lost
+from ..protocol.notice import Notice
 from ..protocol.records import Member
 from ..rendezvous import drains
 from ..rendezvous.backends import Backend, announce_endpoint
 from ..rendezvous.handler import FtRendezvousHandler
+from ..rendezvous.moves import give_notice
 from ..rendezvous.operations import nodes_waiting
 from ..rendezvous.presence import Watcher
 from ..rendezvous.record import Drain, Node, NodePlace, RendezvousRecord, RoundPolicy, Seat
@@ -356,11 +358,14 @@ class FtNodes(Nodes):
                 slots, least = drains.living_slots(store)
             handler.drain(asked, slots, least)
 
-        try:
-            call_in_thread(ask, what="asking to drain this node", seconds=_LEAVE_TIMEOUT)
-        except (StoreError, DistError, RendezvousError, ValueError, RestartTimeout) as error:
-            return str(error)
-        return ""
+        return _asked(ask, "asking to drain this node")
+
+    def notice(self, notice: Notice, *, leaves: bool) -> str:
+        handler = self._handler
+        if handler is None or handler.node is None:
+            return "it has no ranks yet"
+        given = dataclasses.replace(notice, leaving=(handler.node.name,) if leaves else ())
+        return _asked(lambda: handler.notice(given), "giving a notice")
 
     @property
     def keeps_others(self) -> bool:
@@ -441,6 +446,7 @@ class OneNode(Nodes):
         self._role = role
         self._rounds = 0
         self._of_round = contextlib.ExitStack()
+        self._register: RecordRegister | None = None
         self._given = secret.job_secret()
 
     def next_round(self) -> Round:
@@ -466,6 +472,11 @@ class OneNode(Nodes):
 
     def drain(self, within: float, why: str) -> str:
         return "no other node would be left"
+
+    def notice(self, notice: Notice, *, leaves: bool) -> str:
+        register = self._register
+        assert register is not None
+        return _asked(lambda: register.change(lambda record: give_notice(record, notice)), "giving a notice")
 
     def close(self) -> None:
         self._of_round.close()
@@ -495,7 +506,8 @@ class OneNode(Nodes):
         announce_endpoint(store, record.round, address)
         register = RecordRegister(store, record, Board(on_change=look))
         register.touch()
-        waker, watcher = RecordRegister(store.clone(), record), Watcher(node, register)
+        self._register = waker = RecordRegister(store.clone(), record)
+        watcher = Watcher(node, register)
         watcher.start()
 
         def end() -> None:
@@ -506,6 +518,15 @@ class OneNode(Nodes):
                 watcher.join(_WATCHER_TIMEOUT)
 
         self._of_round.callback(end)
+
+
+def _asked(ask: Callable[[], object], what: str) -> str:
+    """Asks the other nodes; returns why they could not be asked, or refused, else nothing. Bounded."""
+    try:
+        call_in_thread(ask, what=what, seconds=_LEAVE_TIMEOUT)
+    except (StoreError, DistError, RendezvousError, ValueError, RestartTimeout) as error:
+        return str(error)
+    return ""
 
 
 def log_deaths(store: StoreMixin, lost: Mapping[Member, str], *, return_: bool) -> threading.Thread:
@@ -650,4 +671,5 @@ def news_in(state: RendezvousRecord, node: Node, round_number: int) -> list[News
     if (news := what_follows(state, node, round_number)) is not None:
         return [news]
     mine = (asked for asked in state.drains if asked.node == node.name)
-    return [News(What.DRAIN, asked.why, asked.slots, asked.within) for asked in mine]
+    notice = [News(What.NOTICE, notice=state.notice)] if state.notice else []
+    return [*notice, *(News(What.DRAIN, asked.why, asked.slots, asked.within) for asked in mine)]

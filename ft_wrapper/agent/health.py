@@ -4,7 +4,7 @@ With ``TORCHELASTIC_HEALTH_CHECK_PORT`` set, a GET of any path is answered 200 i
 is not, with a few facts as JSON. Only this host reaches a bare port. The loop sleeps while nothing happens,
 so it is woken and asked to answer, within ``TORCHELASTIC_HEALTH_CHECK_TIMEOUT`` seconds (60). ``/metrics`` is
 for Prometheus (`metrics`). A POST of ``/drain?within=SECONDS`` from this host asks this node to drain before
-it is lost.
+it is lost; one of ``/notice?within=SECONDS`` asks all ranks for a checkpoint.
 """
 
 import contextlib
@@ -42,7 +42,9 @@ ADDRESS_ENV = theirs.TORCHELASTIC_HEALTH_CHECK_PORT
 TIMEOUT_ENV = "TORCHELASTIC_HEALTH_CHECK_TIMEOUT"
 #: Seconds; as in torch's agent. The loop may be busy ending ranks for more than ten.
 DEFAULT_TIMEOUT = 60.0
-#: Seconds that a notice gives, if it does not say. Clouds give 30 and more.
+#: What a POST asks for, by its path.
+REQUESTS = {"/drain": What.LEAVE, "/notice": What.CHECKPOINT}
+#: Seconds that a request gives, if it does not say. Clouds give 30 and more.
 NOTICE = 30.0
 _CLIENT_TIMEOUT = 5.0  # seconds in which a client has to send its request, and to take the answer
 _MOST_CONNECTIONS = 32  # at once; further ones are closed
@@ -136,8 +138,9 @@ def application(group: Group, nodes: Nodes, run_id: str, timeout: float) -> "WSG
     def answer(environ: "WSGIEnvironment", start_response: "StartResponse") -> Iterable[bytes]:
         if environ["PATH_INFO"] == "/metrics":
             return for_prometheus(environ, start_response)
-        if (environ["PATH_INFO"], environ["REQUEST_METHOD"]) == ("/drain", "POST"):
-            return _drain(environ, start_response, nodes.inbox)
+        request = REQUESTS.get(environ["PATH_INFO"])
+        if request is not None and environ["REQUEST_METHOD"] == "POST":
+            return _pass_on(request, environ, start_response, nodes.inbox)
         alive = nodes.inbox.is_attended(timeout)
         body = json.dumps({"alive": alive, **facts(group)}).encode()
         headers = [("Content-Type", "application/json"), ("Content-Length", str(len(body)))]
@@ -147,8 +150,10 @@ def application(group: Group, nodes: Nodes, run_id: str, timeout: float) -> "WSG
     return answer
 
 
-def _drain(environ: "WSGIEnvironment", start_response: "StartResponse", inbox: Inbox) -> Iterable[bytes]:
-    """Passes a notice on to the loop, which asks the other nodes."""
+def _pass_on(
+    request: What, environ: "WSGIEnvironment", start_response: "StartResponse", inbox: Inbox
+) -> Iterable[bytes]:
+    """Passes a request on to the loop, which asks the other nodes."""
     peer = ipaddress.ip_address(environ["REMOTE_ADDR"].partition("%")[0])
     mapped = getattr(peer, "ipv4_mapped", None)
     (text, *_) = urllib.parse.parse_qs(environ["QUERY_STRING"]).get("within", [str(NOTICE)])
@@ -158,7 +163,7 @@ def _drain(environ: "WSGIEnvironment", start_response: "StartResponse", inbox: I
     elif not 0 <= within < math.inf:
         status, answer = "400 Bad Request", f"within={text}: use a number of seconds"
     else:
-        inbox.put(inbox.term, News(What.NOTICE, "asked by HTTP", within=within))
+        inbox.put(inbox.term, News(request, "asked by HTTP", within=within))
         status, answer = "202 Accepted", "asked; the log says what comes of it"
     start_response(status, [("Content-Type", "text/plain")])
     return [f"{answer}\n".encode()]

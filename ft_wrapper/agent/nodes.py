@@ -11,6 +11,7 @@ from torch.distributed.elastic import rendezvous as elastic
 
 from ..exception import StoreError
 from ..monitor.service import service_name
+from ..protocol.notice import Notice
 from ..store.bounded import in_background
 from .rounds import BAD_NODE, COMMAND_LINE, INFRASTRUCTURE, JobResult, News, Round, What
 
@@ -183,6 +184,18 @@ class Nodes:
 
         Returns:
             Why they may not leave; empty if they may.
+        """
+        return "the nodes of this job do not agree on such things; use --rdzv-backend ft or etcd"
+
+    def notice(self, notice: Notice, *, leaves: bool) -> str:
+        """Asks that the ranks of all nodes get a notice: `What.NOTICE` follows. Bounded.
+
+        Args:
+            notice: the notice.
+            leaves: whether this node is about to end.
+
+        Returns:
+            Why it cannot be passed on; empty if it can.
         """
         return "the nodes of this job do not agree on such things; use --rdzv-backend ft or etcd"
 

@@ -30,6 +30,7 @@ from torch.distributed.run import _get_logs_specs_class, determine_local_world_s
 from .. import __version__, events
 from .._text import without_secrets
 from ..log_lines import FORMAT_ENV, FORMATS, TEXT
+from ..protocol.notice import GRACE_ENV
 from ..rendezvous.backends import DEFAULT_PORT
 from ..rendezvous.settings import ETCD_NAMES, NAME, read_parameters, unknown_options
 from ..settings import LONGEST
@@ -146,8 +147,11 @@ OWN_OPTIONS = {
     "--node-check-timeout SECONDS": f"how long the command may take (default: {TIMEOUT:g})",
     "--node-check-retries N": "how often a node that is kept out tries again before it gives up (default: no "
     "limit; 0 on one node)",
+    "--notice-grace SECONDS": "how long the scheduler waits from SIGTERM to SIGKILL: ranks get a notice, to "
+    "write a checkpoint in this time (default: 0: that is not known)",
     "--drain-timeout SECONDS": "SIGTERM drains this node if other nodes can continue without it: its ranks "
-    "leave the job when their next step begins, or are terminated after this long (default: 0: the job ends)",
+    "leave the job when their next step begins, or are terminated after this long (default: --notice-grace "
+    "less --shutdown-timeout; 0: the job ends)",
     "--drained-exit-code N": "exit code of a node that was drained (default: 0)",
     "--job-secret-file PATH": "the job's secret, the same on all nodes, by which its processes recognize "
     f"each other in the store (default: {secret.SECRET_ENV}; else on one node, and on etcd with a login, the "
@@ -177,7 +181,7 @@ def _defaults() -> dict[str, str]:
         "--restart-policy": Policy.AUTO.value,
         "--devices-per-node": "auto",
         "--node-check-timeout": f"{TIMEOUT:g}",
-        "--drain-timeout": "0",
+        "--notice-grace": "0",
         "--drained-exit-code": "0",
         "--exit-barrier-timeout": f"{EXIT_BARRIER_TIMEOUT:g}",
         "--log-format": os.environ.get(FORMAT_ENV, TEXT),
@@ -386,7 +390,7 @@ def make_parser() -> Parser:
         get_args_parser(),
         prog="ftrun",
         formatter_class=_Help,
-        usage="ftrun [options] script ...\n       ftrun status | report | drain | restart | stop ...",
+        usage="ftrun [options] script ...\n       ftrun status|report|notice|drain|restart|stop ...",
         description="Starts the ranks of a job on this machine, which may be one of several, and hosts the "
         "store that they agree on. If a rank of a wrapped job dies, only that rank is restarted.",
         epilog="As under torchrun, options may be abbreviated, written with underscores, and set by a "
@@ -456,6 +460,7 @@ class Options:
         shutdown_timeout: seconds between a forwarded signal and SIGKILL.
         drain_timeout: seconds that SIGTERM gives ranks to reach their next step, if the other nodes go on
             without this one; 0: it ends them.
+        notice_grace: seconds from SIGTERM to the scheduler's SIGKILL; 0: that is not known.
         policy: what to do about a rank that fails.
         max_restarts: how often all ranks may be restarted.
         max_rank_restarts: how often each rank may be restarted alone.
@@ -509,6 +514,7 @@ class Options:
     run_id: str = ""
     log_line_prefix: str | None = None
     drain_timeout: float = 0.0
+    notice_grace: float = 0.0
     warnings: tuple[str, ...] = ()
     check: bool = False
     log_format: str = TEXT
@@ -544,6 +550,7 @@ class Options:
             self.signals,
             self.shutdown_timeout,
             self.drain_timeout,
+            self.notice_grace,
             self.forks,
             self.log_line_prefix,
             self.devices,
@@ -599,6 +606,8 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
 def _variables(args: argparse.Namespace) -> dict[str, str]:
     """What options stand for, for this process and the ranks."""
     found = {ADDRESS_ENV: args.metrics} if args.metrics else {}
+    if args.notice_grace:
+        found[GRACE_ENV] = f"{args.notice_grace:g}"
     folder = args.events or ("" if os.environ.get(events.ENV) else args.log_dir)
     if folder and folder != os.devnull:
         found[events.ENV] = os.path.abspath(os.path.join(folder, f"events-{socket.gethostname()}.jsonl"))
@@ -935,9 +944,15 @@ def _node_check(parser: Parser, args: argparse.Namespace, backend: str) -> NodeC
 
 def _drain_timeout(parser: Parser, args: argparse.Namespace, backend: str) -> float:
     """For how long SIGTERM drains this node; warns if it cannot."""
-    seconds: float = args.drain_timeout
-    if backend in OURS or not seconds:
+    grace: float = args.notice_grace
+    if 0 < grace <= args.shutdown_timeout:
+        end = f"--shutdown-timeout {args.shutdown_timeout:g}"
+        parser.contradict(f"--notice-grace {grace:g}", end, "ranks need time before it; give more grace")
+    given = args.drain_timeout is not None
+    seconds: float = args.drain_timeout if given else max(0.0, grace - args.shutdown_timeout)
+    if backend in OURS or not seconds or (grace and not backend):
         return seconds
+    name = "--drain-timeout" if given else "--notice-grace"
     where = f"with --rdzv-backend {backend}; use {NAME} or etcd" if backend else "on one node"
-    parser.warn(f"--drain-timeout {seconds:g}: no effect {where}")
+    parser.warn(f"{name} {seconds if given else grace:g}: no effect {where}")
     return 0.0

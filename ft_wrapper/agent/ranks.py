@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Protocol, TypeVar
 
+from ..protocol.notice import Notice
 from .policy import JobFacts, JobOutcome, Remedy, RestartPolicy
 from .rounds import PROGRAM, End, Failure, JobResult, News, Round, What, in_order
 
@@ -129,6 +130,26 @@ class AskDrain(RankAction):
     signum: int | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class AskNotice(RankAction):
+    """Has all nodes pass a notice to their ranks: news of it follows.
+
+    Args:
+        notice: the notice. The caller puts this node's name and a unique id into it.
+        leaves: whether this node is about to end.
+    """
+
+    notice: Notice
+    leaves: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Give(RankAction):
+    """Passes a notice to this node's ranks: `Ranks.has_no_work` follows for those that have none to save."""
+
+    notice: Notice
+
+
 #: Signals.
 TERM, KILL = 15, 9
 #: Seconds from a start to the next fork ahead, which must not get in the way of a restart.
@@ -137,6 +158,10 @@ SPARE_DELAY = 1.0
 END_LIMIT = 60.0
 #: Seconds after which a node that does not know whether it has its place asks again.
 PLACE_DELAY = 1.0
+#: Seconds in which notices of the same kind are one: a scheduler signals every process.
+ONE_NOTICE = 5.0
+#: Seconds from SIGTERM to the drain: by then it is known which other nodes got the signal, too.
+TOGETHER = 1.0
 
 
 # States ----------------------------------------------------------------------------------------------------
@@ -213,6 +238,8 @@ class Ranks:
         clock: monotonic seconds.
         drain_timeout: seconds that SIGTERM gives ranks to reach their next step, if the other nodes go on
             without this one; 0: it ends them.
+        grace: seconds from SIGTERM to SIGKILL, if that is known; else 0. If so, ranks get a notice first, and
+            the whole job leaves if it cannot go on without this node.
 
     Attributes:
         round: the current round; set by the first `begin_round`.
@@ -228,6 +255,7 @@ class Ranks:
         shutdown_timeout: float,
         clock: Callable[[], float],
         drain_timeout: float = 0.0,
+        grace: float = 0.0,
     ) -> None:
         self._nproc = nproc
         self._policy = policy
@@ -235,6 +263,10 @@ class Ranks:
         self._shutdown_timeout = shutdown_timeout
         self._drain_timeout = drain_timeout
         self._clock = clock
+        self._grace = grace
+        self._drain_at: tuple[float, AskDrain] | None = None  # once SIGTERM has come
+        self._noticed: dict[str, float] = {}  # when notices of a kind were last asked for
+        self._given: set[tuple[str, bool]] = set()  # notices, and whether the job ends
         self._ranks: dict[int, _Asked | _Running | _Due] = {}  # by local rank
         self._failures: list[Failure] = []
         self._before: set[int] = set()  # exit codes in the round before
@@ -272,6 +304,7 @@ class Ranks:
         moments = [state.at for state in self._ranks.values() if isinstance(state, _Due)]
         kill_at = self._stop.kill_at if self._stop is not None else None
         moments += [at for at in (self._spare_at, self._ask_end_at, kill_at) if at is not None]
+        moments += [] if self._drain_at is None else [self._drain_at[0]]
         moments += [leaving.at for leaving in self._running_but_leaving().values()]
         return min(moments, default=None)
 
@@ -317,6 +350,8 @@ class Ranks:
         all_failed = len({failure.rank for failure in counted}) == self._nproc
         # Ranks that were asked to leave too late have reached the job's end instead.
         left = {self.round.rank(rank) for rank in self._leaving}.difference(finished or ())
+        drained = not again and len(left) == self._nproc
+        preempted = self._outcome.preempted if drained else ""
         return dataclasses.replace(
             self._outcome,
             failures=own,
@@ -325,8 +360,9 @@ class Ranks:
             elsewhere=self._outcome.elsewhere
             or (JobResult(PROGRAM, counted[0].ended_by) if counted and not own else None),
             # A plain script needs all its ranks.
-            lost=all_failed and finished is None and not again and outcome.formed,
-            drained=not again and len(left) == self._nproc,
+            lost=all_failed and finished is None and not again and outcome.formed and not preempted,
+            drained=drained,
+            preempted=preempted,
             node=self.round.node,
         )
 
@@ -398,7 +434,12 @@ class Ranks:
         """A signal arrived that ends the job; or drains this node, once, where that is wanted."""
         if signum == TERM and self._drain_timeout and self._stop is None:
             within, self._drain_timeout = self._drain_timeout, 0.0
-            return [AskDrain(within, name, signum)]
+            asked = AskDrain(within, name, signum)
+            if not self._grace:
+                return [asked]
+            self._drain_at = self._clock() + min(TOGETHER, within / 2), asked
+            return [AskNotice(Notice("", name, self._grace), leaves=True)]
+        self._drain_at = None
         line = Log(f"{name}: forwarded to {self.names()}")
         if self._outcome.signum is not None:
             return [line, Send(signum)]
@@ -413,8 +454,12 @@ class Ranks:
         if news.what is What.CLOSED:
             self._note(closed=True, elsewhere=news.result)  # the ranks end on their own
             return []
-        if news.what is What.NOTICE:
+        if news.what is What.LEAVE:
             return [] if self._stop is not None else [AskDrain(news.within, news.why)]
+        if news.what is What.CHECKPOINT:
+            return self.noticed(news.why, news.within)
+        if news.notice is not None:
+            return self._give(news.notice)
         if news.what is What.DRAIN:
             return [] if self._stop is not None else self._drain(news)
         ends = news.what.ends
@@ -425,6 +470,36 @@ class Ranks:
             return []
         line = Log(f"{news.why}; {'all ranks end' if ends else f'{self.names()} restart'}")
         return [line, *self._begin_stop(again=not ends), Send(TERM)]
+
+    def noticed(self, why: str, seconds: float = 0.0) -> list[RankAction]:
+        """Somebody asks for a checkpoint.
+
+        Args:
+            why: for people.
+            seconds: how long there is; 0: the grace time, if that is known.
+        """
+        now = self._clock()
+        if self._stop is not None or now < self._noticed.get(why, -ONE_NOTICE) + ONE_NOTICE:
+            return []
+        self._noticed[why] = now
+        return [AskNotice(Notice("", why, seconds or self._grace or None))]
+
+    def _give(self, notice: Notice) -> list[RankAction]:
+        if self._stop is not None or (notice.id, notice.ends) in self._given:
+            return []
+        self._given.add((notice.id, notice.ends))
+        actions: list[RankAction] = [Log(f"notice from {notice}"), Give(notice)]
+        if notice.ends:
+            self._drain_at = None
+            self._note(preempted=str(notice))
+            within = max(0.0, (notice.seconds or 0.0) - self._shutdown_timeout)
+            self._begin_leaving(range(self._nproc), within)
+        return actions
+
+    def has_no_work(self, rank: int) -> None:
+        """A rank that got a notice has nothing to save: with the job's end, the next tick signals it."""
+        if rank in self._leaving:
+            self._leaving[rank].at = self._clock()
 
     def place(self, *, is_ours: bool, out_of_reach: str = "") -> list[RankAction]:
         """The answer to `AskPlace`.
@@ -468,7 +543,11 @@ class Ranks:
             why: for people.
         """
         line = Log(f"{asked.why}: this node is not drained: {why}")
-        return [line, *([] if asked.signum is None else self.signalled(asked.signum, asked.why))]
+        if asked.signum is None:
+            return [line]
+        if self._grace:
+            return [line, AskNotice(Notice("", asked.why, self._grace - TOGETHER, ends=True), leaves=True)]
+        return [line, *self.signalled(asked.signum, asked.why)]
 
     def abandoned(self) -> list[RankAction]:
         """The loop is left, whatever runs."""
@@ -502,6 +581,9 @@ class Ranks:
             if now >= leaving.at:
                 actions.append(Send(leaving.signum, rank))
                 leaving.at, leaving.signum = now + self._shutdown_timeout, KILL
+        if self._drain_at is not None and now >= self._drain_at[0]:
+            (_, asked), self._drain_at = self._drain_at, None
+            actions.append(asked)
         if any(due.at <= now for due in self._of(_Due).values()):
             return [*actions, AskPlace()]
         return [*actions, *self._give_up_if_alone()]
@@ -551,12 +633,15 @@ class Ranks:
             return []  # the news came before
         names = ", ".join(str(self.round.rank(rank)) for rank in asked)
         line = Log(f"{news.why}: rank {names} to leave the job within {news.within:g} s")
-        for rank in asked:
-            self._leaving[rank] = _Leaving(now + news.within)
+        self._begin_leaving(asked, news.within)
+        return [line, *(AskToLeave(rank) for rank in asked if rank in self._of(_Running))]
+
+    def _begin_leaving(self, ranks: Iterable[int], within: float) -> None:
+        for rank in ranks:
+            self._leaving[rank] = _Leaving(self._clock() + within)
             self._group.dismissed(rank)
             if isinstance(self._ranks.get(rank), _Due):
                 del self._ranks[rank]
-        return [line, *(AskToLeave(rank) for rank in asked if rank in self._of(_Running))]
 
     def _running_but_leaving(self) -> dict[int, _Leaving]:
         running = self._of(_Running) if self._stop is None else {}

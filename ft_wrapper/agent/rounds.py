@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 
 from .._text import IN_LINE, cut
+from ..protocol.notice import Notice
 
 # What there is to do: nothing; fix the program, as the same would happen again; fix the command line; try
 # again here, as a machine, a network or a process was lost (EX_TEMPFAIL of sysexits.h); try on another node.
@@ -117,7 +118,9 @@ class What(enum.Enum):
         LOST: the rendezvous is lost. The same, unless the ranks of this node are done.
         CLOSED: the job has ended: the nodes have stopped waiting for each other.
         DRAIN: ranks of this node are to leave the job, and are not started again.
-        NOTICE: this node is asked to leave the job; the other nodes have to agree.
+        LEAVE: this node is asked to leave the job; the other nodes have to agree.
+        CHECKPOINT: this node is asked for a notice to all ranks of the job.
+        NOTICE: all ranks get a notice.
     """
 
     COME = enum.auto()
@@ -126,6 +129,8 @@ class What(enum.Enum):
     LOST = enum.auto()
     CLOSED = enum.auto()
     DRAIN = enum.auto()
+    LEAVE = enum.auto()
+    CHECKPOINT = enum.auto()
     NOTICE = enum.auto()
 
     @property
@@ -142,8 +147,9 @@ class News:
         what: what follows.
         why: for people; empty if there is nothing to say.
         slots: of a drain: of which ranks; empty for all of this node.
-        within: of a drain or a notice: seconds after which ranks that have not left are ended.
+        within: of a request or a drain: seconds after which ranks that have not left are ended.
         result: of an end: how the job has ended, if that is known.
+        notice: the notice.
     """
 
     what: What
@@ -151,6 +157,7 @@ class News:
     slots: tuple[int, ...] = ()
     within: float = 0.0
     result: JobResult | None = None
+    notice: Notice | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,6 +215,7 @@ class End:
         lost: whether no rank of this node is left in a job that goes on elsewhere.
         closed: whether the other nodes have stopped waiting for each other.
         drained: whether all ranks of this node were asked to leave, and have.
+        preempted: why the job was to leave, which is to go on elsewhere or later; empty if it was not.
         node: what this node is called; empty if there is no other.
         elsewhere: how the job has ended, as the other ranks or nodes say.
         left: how this node's part has ended, if that was before the job's end.
@@ -223,6 +231,7 @@ class End:
     lost: bool = False
     closed: bool = False
     drained: bool = False
+    preempted: str = ""
     node: str = ""
     elsewhere: JobResult | None = None
     left: JobResult | None = None
@@ -234,7 +243,8 @@ class End:
         if self.ended_by:
             return self.elsewhere or JobResult(INFRASTRUCTURE, self.ended_by)
         own = result_of_failures(self.failures, self.node) if self.failures else None
-        return self.left or worst((own, self.elsewhere)) or JobResult(DONE)
+        gone = JobResult(INFRASTRUCTURE, self.preempted, verdict="preempted") if self.preempted else None
+        return self.left or worst((own, gone, self.elsewhere)) or JobResult(DONE)
 
 
 def result_of_failures(failures: Sequence[Failure], node: str) -> JobResult:

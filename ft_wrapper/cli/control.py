@@ -6,6 +6,7 @@ the iteration, as a fault does.
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Generator
 from datetime import timedelta
 
@@ -18,6 +19,7 @@ from ..attribution import Interruption
 from ..exception import StoreError
 from ..protocol import Agreement, keys
 from ..protocol.deaths import holders
+from ..protocol.notice import Notice
 from ..protocol.operations import Operations, read
 from ..protocol.records import FAULT, Fault
 from ..rendezvous import drains, moves
@@ -273,6 +275,30 @@ def restart(endpoint: str, why: str) -> str:
         if ends.report_fault(view.n, fault) != FAULT:
             raise Refused("the job has completed")
     return f"iteration {view.n} was ended: all ranks enter the function again"
+
+
+def notice(endpoint: str, within: float | None, why: str) -> str:
+    """Asks the ranks of a job for a checkpoint, at the same step; it ends nothing.
+
+    Args:
+        endpoint: what a user calls the job.
+        within: seconds that there are; None if that is not known.
+        why: for people.
+
+    Returns:
+        What was done, for people.
+
+    Raises:
+        Refused: the job is over, or has no nodes of ``ftrun``.
+        StoreError: a store cannot be used.
+    """
+    who, _, said = why.partition(": ")
+    given = Notice(who, said or "a checkpoint is asked for", within, os.urandom(8).hex())
+    with contextlib.ExitStack() as opened:
+        job = JobStores(endpoint, opened)
+        if job.change(lambda record: moves.give_notice(record, given)).closed:
+            raise Refused("the job is over")
+    return "all ranks get the notice; the log of ftrun says when they have it"
 
 
 def stop(endpoint: str, why: str) -> str:

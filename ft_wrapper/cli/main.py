@@ -39,6 +39,7 @@ COMMANDS = {
     "drain": "ft_wrapper.cli.main:main_drain",
     "restart": "ft_wrapper.cli.main:main_restart",
     "stop": "ft_wrapper.cli.main:main_stop",
+    "notice": "ft_wrapper.cli.main:main_notice",
 }
 #: Seconds after which a drain ends ranks that have not reached their next step, by default.
 WITHIN = 30.0
@@ -220,8 +221,7 @@ def main_drain(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     if not re.fullmatch(r"slot:\d+|node:.+|(?!slot:|node:).+", args.target, re.DOTALL):
         parser.error(f"{args.target!r}: name a node or a slot: NODE, node:ID, SLOT or slot:N")
-    if not 0 <= args.within <= LONGEST:
-        parser.error(f"--within {args.within}: must be at least 0 and finite, and at most {LONGEST} seconds")
+    _check_within(parser, args.within)
     return _control("drain", args, args.target, args.within)
 
 
@@ -237,6 +237,17 @@ def main_stop(argv: Sequence[str]) -> int:
     return _control("stop", _parser("stop", what).parse_args(argv))
 
 
+def main_notice(argv: Sequence[str]) -> int:
+    """``ftrun notice``; arguments, result and errors as for `main_drain`."""
+    what = "Asks the ranks of a running job for a checkpoint, all at the same step. It ends nothing."
+    parser = _parser("notice", what)
+    what = "how long they have (default: not known)"
+    parser.add_argument("--within", type=float, metavar="SECONDS", help=what)
+    args = parser.parse_args(argv)
+    _check_within(parser, args.within)
+    return _control("notice", args, args.within)
+
+
 def _parser(name: str, what: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(f"ftrun {name}", description=what, allow_abbrev=False)
     if name == "drain":
@@ -249,6 +260,11 @@ def _parser(name: str, what: str) -> argparse.ArgumentParser:
     if name != "status":
         parser.add_argument("--why", default="", metavar="TEXT", help="goes into the log of the job")
     return parser
+
+
+def _check_within(parser: argparse.ArgumentParser, within: float | None) -> None:
+    if within is not None and not 0 <= within <= LONGEST:
+        parser.error(f"--within {within}: must be at least 0 and finite, and at most {LONGEST} seconds")
 
 
 def _control(name: str, args: argparse.Namespace, *more: object) -> int:

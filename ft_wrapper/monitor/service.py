@@ -20,6 +20,7 @@ import psutil
 
 from ..exception import StoreError
 from ..protocol import keys
+from ..protocol.notice import Notice
 from ..settings import AllLimits
 from ..store import StoreMixin
 from ..store.bounded import in_background
@@ -119,6 +120,7 @@ class MonitorService:
         self._hearts: dict[tuple[AllLimits, str], Heart] = {}  # one per timeouts and store
         self._idle: dict[str, Idle] = {}  # by store
         self._closing = False
+        self._notice: tuple[float, Notice] | None = None  # the newest, and when it came
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(f"\0{self.name}")
         self._listener.listen(128)
@@ -179,6 +181,24 @@ class MonitorService:
                 for one in self._attended.values()
                 if one.process is process and one.is_in_call
             )
+
+    def give(self, notice: Notice) -> list[int]:
+        """Passes a notice to all ranks, and to those that enter a call later, within the time that it gives.
+
+        Args:
+            notice: the notice.
+
+        Returns:
+            The processes that run no function now, such as spares.
+        """
+        with self._changed:
+            self._notice = time.monotonic(), notice
+            working = []
+            for one in self._attended.values():
+                if one.process is not None and one.process.memory is not None and one.is_in_call:
+                    one.process.memory.give(notice)
+                    working += [one.process.pid] * one.process.memory.active
+            return [pid for pid in self._processes if pid not in working]
 
     def close(self) -> None:
         """Stops accepting ranks, and waits until their deaths are reported, at most `CLOSE_TIMEOUT`.
@@ -277,6 +297,11 @@ class MonitorService:
             if any(one.process is process and one.is_in_call for one in self._attended.values()):
                 raise _Refused(f"process {process.pid} already has a monitor")
             attended.process, process.memory = process, memory
+            if self._notice is not None:
+                came, notice = self._notice
+                left = None if notice.seconds is None else notice.seconds - (time.monotonic() - came)
+                if left is None or left > 0:
+                    memory.give(dataclasses.replace(notice, seconds=left))
             key = limits, json.dumps(plan.plain, sort_keys=True)
             if key not in self._hearts:
                 self._hearts[key] = Heart(plan.connect, heart_name(), limits)

@@ -4,6 +4,9 @@ import dataclasses
 
 from .records import Record
 
+#: For ranks: how many seconds there are from SIGTERM to SIGKILL, if that is known.
+GRACE_ENV = "FT_WRAPPER_NOTICE_GRACE"
+
 
 @dataclasses.dataclass(frozen=True)
 class Notice(Record):

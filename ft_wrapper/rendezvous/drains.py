@@ -57,11 +57,13 @@ def request(
     if record.closed:
         raise Refused("the job is over")
     drains = (*record.drains, asked)
+    if record.notice is not None:
+        drains += tuple(Drain(name, (), 0.0) for name in record.notice.leaving)
     if record.policy is RoundPolicy.GROUP or not slots:
         if asked.slots:
             raise Refused("no wrapped job has formed yet: only whole nodes can be drained")
         what, least, name = "node", record.min_nodes, "--nnodes"
-        left = len(record.participants) - len({drain.node for drain in drains})
+        left = sum(node.name not in {drain.node for drain in drains} for node in record.participants)
     else:
         what, least, name = "rank", max(1, min_world_size), "min_world_size"
         left = len(set(slots) - {slot for drain in drains for slot in drained_slots(record, drain)})

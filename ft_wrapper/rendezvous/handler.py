@@ -11,6 +11,7 @@ from torch.distributed import DistError, DistStoreError
 from torch.distributed.elastic import rendezvous as elastic
 
 from ..exception import StoreError
+from ..protocol.notice import Notice
 from ..store.bounded import in_background
 from . import drains, moves, operations
 from .backends import Backend, WorkerStores, make_backend
@@ -264,6 +265,14 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
             RendezvousConnectionError: the store is lost.
         """
         self._change(lambda record: drains.request(record, asked, slots, min_world_size))
+
+    def notice(self, notice: Notice) -> None:
+        """Gives all nodes a notice.
+
+        Raises:
+            RendezvousConnectionError: the store is lost.
+        """
+        self._change(lambda record: moves.give_notice(record, notice))
 
     def leave(self) -> None:
         """Gives up this node's place, if it has one, and ends its part. The other nodes go on.

@@ -15,6 +15,7 @@ form a new round.
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from ..protocol.notice import Notice
 from .record import (
     Admission,
     Drain,
@@ -135,6 +136,17 @@ def add_drain(record: RendezvousRecord, asked: Drain) -> RendezvousRecord:
     if not known or any(other.within <= asked.within for other in same):
         return record
     return replace(record, drains=(*(one for one in record.drains if one not in same), asked))
+
+
+def give_notice(record: RendezvousRecord, notice: Notice) -> RendezvousRecord:
+    """Replaces the notice. Nodes that leave at the same time, as all of a job may, share one."""
+    last, taking_part = record.notice, {node.name for node in record.participants}
+    leaving = [name for name in (last.leaving if last else ()) if name in taking_part]
+    if record.closed or (last and last.ends):
+        return record
+    shared = last.id if last and leaving and notice.leaving else notice.id
+    together = tuple(dict.fromkeys((*leaving, *notice.leaving)))
+    return replace(record, notice=replace(notice, id=shared, leaving=together))
 
 
 def quarantine(record: RendezvousRecord, node: Node, reason: str, now: float) -> RendezvousRecord:
@@ -298,7 +310,7 @@ def _begin_round(record: RendezvousRecord) -> RendezvousRecord:
     seats = tuple(map(_new_seat, record.waiting))
     drains = tuple(drain for drain in record.drains if not drain.slots)
     begun = replace(record, round=record.round + 1, complete=False, seats=seats, waiting=(), next_slot=0)
-    return replace(begun, drains=drains)
+    return replace(begun, drains=drains, notice=None)
 
 
 def _call_spares(record: RendezvousRecord) -> RendezvousRecord:

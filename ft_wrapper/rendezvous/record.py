@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterable
 
 from ..exception import StoreError
+from ..protocol.notice import Notice
 from ..protocol.records import Record
 
 FORMAT = 4
@@ -205,6 +206,7 @@ class RendezvousRecord(Record):
         hosted: whether the node of group rank 0 hosts the workers' store; otherwise it outlives all nodes.
         drains: drains of this round, of nodes that are in the record.
         quarantine: nodes in quarantine, in the order of their ids. No node waits for them.
+        notice: the newest notice; None if there was none.
         format: version of the text: always written, and read before all else.
     """
 
@@ -231,6 +233,7 @@ class RendezvousRecord(Record):
     hosted: bool = True
     drains: tuple[Drain, ...] = ()
     quarantine: tuple[QuarantinedNode, ...] = ()
+    notice: Notice | None = None
 
     @property
     def participants(self) -> tuple[Node, ...]:

@@ -212,9 +212,10 @@ def test_metrics_do_not_wait_for_the_loop(nodes: Nodes, monkeypatch: pytest.Monk
     assert "ft_wrapper_step{" not in body, "what is not known is left out"
 
 
-def test_a_notice_by_http_reaches_the_loop(nodes: Nodes) -> None:
+@pytest.mark.parametrize(("path", "what"), [("/drain", What.LEAVE), ("/notice", What.CHECKPOINT)])
+def test_a_request_by_http_reaches_the_loop(nodes: Nodes, path: str, what: What) -> None:
     def post(query: str) -> int:
-        asked = urllib.request.Request(f"http://127.0.0.1:{health.server_port}/drain{query}", method="POST")
+        asked = urllib.request.Request(f"http://127.0.0.1:{health.server_port}{path}{query}", method="POST")
         with urllib.request.urlopen(asked, timeout=TIMEOUT) as answer:
             return int(answer.status)
 
@@ -223,7 +224,7 @@ def test_a_notice_by_http_reaches_the_loop(nodes: Nodes) -> None:
             post("?within=soon")
         assert [post("?within=45"), post("")] == [202, 202]
     notices = [(news.what, news.why, news.within) for news in nodes.inbox.take()]
-    assert notices == [(What.NOTICE, "asked by HTTP", 45.0), (What.NOTICE, "asked by HTTP", NOTICE)]
+    assert notices == [(what, "asked by HTTP", 45.0), (what, "asked by HTTP", NOTICE)]
 
 
 def test_metrics_need_the_extra(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,13 @@ COUNTS = (
     *("--nproc-per-node", "--master-port", "--node-rank", "--spare-nodes", "--active-world-size"),
 )
 DURATIONS = (
-    *("--shutdown-timeout", "--exit-barrier-timeout", "--drain-timeout", "--node-check-timeout"),
+    *(
+        "--shutdown-timeout",
+        "--exit-barrier-timeout",
+        "--drain-timeout",
+        "--notice-grace",
+        "--node-check-timeout",
+    ),
     "--monitor-interval",
 )
 NUMBERS = st.one_of(

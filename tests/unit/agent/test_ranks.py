@@ -14,15 +14,19 @@ from ft_wrapper.agent.group import Group
 from ft_wrapper.agent.policy import JobFacts, JobOutcome, Policy, RestartPolicy
 from ft_wrapper.agent.ranks import (
     END_LIMIT,
+    ONE_NOTICE,
     PLACE_DELAY,
     SPARE_DELAY,
+    TOGETHER,
     AskDrain,
     AskEnd,
+    AskNotice,
     AskPlace,
     AskToLeave,
     CancelStarts,
     EndTemplate,
     ForkAhead,
+    Give,
     Kill,
     LeaveJob,
     Log,
@@ -32,11 +36,14 @@ from ft_wrapper.agent.ranks import (
     Send,
     Start,
 )
-from ft_wrapper.agent.rounds import PROGRAM, End, Failure, JobResult, News, What, alone
+from ft_wrapper.agent.rounds import DONE, INFRASTRUCTURE, PROGRAM, End, Failure, JobResult, News, What, alone
+from ft_wrapper.protocol.notice import Notice
 
 ROLE = "trainer"
 GRACE = 5.0  # seconds from a signal to SIGKILL
 TERM = Send(signal.SIGTERM)
+NOTICE = Notice("node 3", "SIGTERM", 30.0, "a")
+NOTICED = News(What.NOTICE, notice=NOTICE)
 
 
 @dataclasses.dataclass
@@ -87,6 +94,9 @@ class AskedRanks(Ranks):
     def waits_at_end(self, since: float) -> list[RankAction]:
         return unlogged(super().waits_at_end(since))
 
+    def noticed(self, why: str, seconds: float = 0.0) -> list[RankAction]:
+        return unlogged(super().noticed(why, seconds))
+
     def stays(self, asked: AskDrain, why: str) -> list[RankAction]:
         return unlogged(super().stays(asked, why))
 
@@ -99,14 +109,20 @@ class Node:
     """A node with some ranks, and a clock that stands still."""
 
     def __init__(
-        self, nproc: int = 2, policy: Policy = Policy.RANK, *, restarts: int = 1, drain: float = 0.0
+        self,
+        nproc: int = 2,
+        policy: Policy = Policy.RANK,
+        *,
+        restarts: int = 1,
+        drain: float = 0.0,
+        grace: float = 0.0,
     ) -> None:
         self.now = 100.0
         self.job = Job()
         self.nproc = nproc
         self.group = Group(ROLE, nproc, restarts)
         deciding = RestartPolicy(policy, restarts, 10)
-        self.ranks = AskedRanks(self.job, nproc, deciding, self.group, GRACE, lambda: self.now, drain)
+        self.ranks = AskedRanks(self.job, nproc, deciding, self.group, GRACE, lambda: self.now, drain, grace)
 
     def begin(self) -> list[Start]:
         """Starts a round; no process runs yet."""
@@ -596,12 +612,79 @@ def test_sigterm_ends_the_job_where_the_others_cannot_go_on() -> None:
     assert node.ranks.stays(asked, "too few would be left")[-1] == TERM
 
 
-def test_a_notice_that_is_refused_changes_nothing() -> None:
+def test_a_drain_that_is_refused_changes_nothing() -> None:
     node = Node().run()
-    (asked,) = node.ranks.take_news(News(What.NOTICE, "asked by HTTP", within=30.0))
+    (asked,) = node.ranks.take_news(News(What.LEAVE, "asked by HTTP", within=30.0))
     assert asked == AskDrain(30.0, "asked by HTTP")
     assert node.ranks.stays(asked, "too few would be left") == []
     assert not node.ranks.is_stopping
+
+
+# Notices --------------------------------------------------------------------------------------------------
+
+
+def test_sigterm_gives_a_notice_and_then_drains_this_node() -> None:
+    node = Node(drain=25.0, grace=30.0).run()
+    assert node.ranks.signalled(signal.SIGTERM) == [AskNotice(Notice("", "SIGTERM", 30.0), leaves=True)]
+    assert node.ranks.take_news(NOTICED) == [Give(NOTICE)]
+    assert node.ranks.take_news(NOTICED) == [], "it is in each record"
+    assert node.ranks.due() == node.now + TOGETHER
+    assert AskDrain(25.0, "SIGTERM", signal.SIGTERM) in node.tick(TOGETHER)
+    assert node.ranks.take_news(News(What.DRAIN, "SIGTERM", within=25.0)) == [AskToLeave(0), AskToLeave(1)]
+    assert [node.succeeds(rank) for rank in (0, 1)] == [[], []]
+    end = node.ranks.end()
+    assert end.drained and end.result().exit_code == DONE
+
+
+@pytest.mark.parametrize("leave", [True, False])
+def test_a_job_that_cannot_go_on_without_this_node_leaves_as_a_whole(leave: bool) -> None:
+    node = Node(drain=25.0, grace=30.0).run()
+    node.ranks.signalled(signal.SIGTERM)
+    (asked,) = (one for one in node.tick(TOGETHER) if isinstance(one, AskDrain))
+    at_its_end = Notice("", "SIGTERM", 30.0 - TOGETHER, ends=True)
+    assert node.ranks.stays(asked, "no other node would be left") == [AskNotice(at_its_end, leaves=True)]
+    ends = dataclasses.replace(NOTICE, seconds=29.0, ends=True)
+    assert node.ranks.take_news(News(What.NOTICE, notice=ends)) == [Give(ends)]
+    assert node.ranks.due() == node.now + 29.0 - GRACE
+    node.ranks.has_no_work(1)
+    assert Send(signal.SIGTERM, 1) in node.tick()
+    assert node.ranks.ended(1, -signal.SIGTERM, failure(1, exitcode=-signal.SIGTERM)) == []
+    if leave:
+        assert node.succeeds(0) == []
+    else:
+        assert Send(signal.SIGTERM, 0) in node.tick(29.0 - GRACE)
+        assert Send(signal.SIGKILL, 0) in node.tick(GRACE)
+        node.ranks.ended(0, -signal.SIGKILL, failure(0, exitcode=-signal.SIGKILL))
+    result = node.ranks.end().result()
+    assert (result.exit_code, result.verdict) == (INFRASTRUCTURE, "preempted")
+
+
+def test_a_job_that_finishes_meanwhile_is_done() -> None:
+    node = Node(drain=25.0, grace=30.0).run()
+    node.ranks.take_news(News(What.NOTICE, notice=dataclasses.replace(NOTICE, ends=True)))
+    node.job.finished = {0: pid(0), 1: pid(1)}
+    assert [node.succeeds(rank) for rank in (0, 1)] == [[], []]
+    assert node.ranks.end().result().exit_code == DONE
+
+
+def test_the_second_sigterm_ends_the_job_at_once() -> None:
+    node = Node(drain=25.0, grace=30.0).run()
+    node.ranks.signalled(signal.SIGTERM)
+    ended = [CancelStarts(), LeaveJob("it was ended by SIGTERM"), EndTemplate(signal.SIGTERM), TERM]
+    assert node.ranks.signalled(signal.SIGTERM) == ended
+    assert not any(isinstance(action, AskDrain) for action in node.tick(TOGETHER))
+
+
+def test_signals_to_many_processes_are_one_notice() -> None:
+    node = Node(grace=30.0).run()
+    assert node.ranks.noticed("SIGUSR1") == [AskNotice(Notice("", "SIGUSR1", 30.0))]
+    node.now += ONE_NOTICE - 0.5
+    assert node.ranks.noticed("SIGUSR1") == []
+    asked = News(What.CHECKPOINT, "asked by HTTP", within=45.0)
+    assert node.ranks.take_news(asked) == [AskNotice(Notice("", "asked by HTTP", 45.0))]
+    node.now += 0.5
+    assert node.ranks.noticed("SIGUSR1") == [AskNotice(Notice("", "SIGUSR1", 30.0))]
+    assert Node().run().ranks.noticed("SIGUSR1") == [AskNotice(Notice("", "SIGUSR1"))], "not known how long"
 
 
 def test_ranks_that_wait_at_their_end_are_ended_once_another_one_has_failed_for_good() -> None:

@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 from test_record import begun, come, node
 
+from ft_wrapper.protocol.notice import Notice
 from ft_wrapper.rendezvous import drains
-from ft_wrapper.rendezvous.moves import adopt_rank_policy, close, complete_round, remove_nodes
+from ft_wrapper.rendezvous.moves import adopt_rank_policy, close, complete_round, give_notice, remove_nodes
 from ft_wrapper.rendezvous.record import Drain, RendezvousRecord
 
 
@@ -127,3 +128,45 @@ def test_before_a_job_has_formed_nodes_count() -> None:
 
 def test_nothing_is_drained_once_the_job_is_over() -> None:
     assert refusal(close(formed("a", "b")), drain("b:0"), range(4), 1) == "the job is over"
+
+
+# Notices --------------------------------------------------------------------------------------------------
+
+
+def sigterm(name: str, number: str) -> Notice:
+    return Notice(f"node {name}", "SIGTERM", 30.0, number, leaving=(f"{name}:0",))
+
+
+def test_a_record_with_a_notice_is_read_as_it_was_written() -> None:
+    state = give_notice(formed("a", "b"), sigterm("a", "1"))
+    assert state.notice is not None and RendezvousRecord.from_json(state.to_json(), "key") == state
+
+
+def test_nodes_that_get_sigterm_together_share_a_notice_and_none_is_drained() -> None:
+    state = formed("a", "b", "c")
+    for number, name in enumerate("abc"):
+        state = give_notice(
+            state, Notice(f"node {name}", "SIGTERM", 30.0, str(number), leaving=(f"{name}:0",))
+        )
+    assert state.notice is not None and state.notice.id == "0", "ranks write one checkpoint"
+    assert state.notice.leaving == ("a:0", "b:0", "c:0")
+    for name in "abc":
+        assert refusal(state, drain(f"{name}:0"), range(6), 1)
+    ends = give_notice(state, replace(sigterm("c", "3"), ends=True))
+    assert ends.notice is not None and (ends.notice.id, ends.notice.ends) == ("0", True)
+    assert give_notice(ends, Notice("node a", "SIGUSR1", None, "4")) == ends, "the job ends"
+
+
+def test_a_node_that_leaves_while_enough_stay_is_drained() -> None:
+    state = formed("a", "b", "c")
+    for number, name in enumerate("ab"):
+        state = give_notice(
+            state, Notice(f"node {name}", "SIGTERM", 30.0, str(number), leaving=(f"{name}:0",))
+        )
+    assert not refusal(state, drain("a:0"), range(6), 2)
+    assert refusal(state, drain("a:0"), range(6), 3), "b leaves, too"
+    state = remove_nodes(state, [node("a", nproc=2), node("b", nproc=2)])[0]
+    state = give_notice(state, Notice("node c", "SIGTERM", 30.0, "2", leaving=("c:0",)))
+    assert state.notice is not None and (state.notice.id, state.notice.leaving) == ("2", ("c:0",)), (
+        "another one"
+    )
