@@ -19,6 +19,7 @@ RESTARTING = "restarting"
 COMPLETED = "completed"
 LOST = "lost"
 DRAINED = "drained"
+LEAVING = "leaving"
 KEPT_OUT = "kept out"
 
 
@@ -28,8 +29,8 @@ class NodeStatus:
 
     Args:
         id: names the node.
-        place: ``seat``, ``waiting`` for the next round, ``spare``; if it has left its seat, ``drained`` if it
-            was asked to, else ``lost``; ``kept out`` if it has not passed its check.
+        place: ``seat``, or ``leaving`` if it was asked to leave that; ``waiting`` for the next round;
+            ``spare``; if it has left its seat, ``drained`` if it was asked to, else ``lost``; ``kept out`` if it has not passed its check.
         group_rank: its number; None if it has no seat, or its round is not complete.
         slots: the first and the last slot of its ranks; None without a seat in a complete round.
         incarnation: how many agents had this id before; None for a lost one.
@@ -222,10 +223,13 @@ def nodes_in(record: RendezvousRecord) -> tuple[NodeStatus, ...]:
     """
     found = []
     quarantine = {one.node.id: one for one in record.quarantine if _is_outside(record, one.node)}
+    leaving = {drain.node for drain in record.drains if not drain.slots}
+    leaving.update(record.notice.leaving if record.notice else ())
     for seat in record.seats:
         status = NodeStatus(seat.last, DRAINED if seat.was_drained else LOST, address=seat.address)
         if seat.occupant is not None:
-            status = _of_node(seat.occupant, NodePlace.SEAT.value)
+            stays = seat.occupant.name not in leaving
+            status = _of_node(seat.occupant, NodePlace.SEAT.value if stays else LEAVING)
         elif seat.last in quarantine:  # it has given this seat up
             status = _quarantined(quarantine.pop(seat.last))
         if record.complete:

@@ -29,8 +29,9 @@ from ft_wrapper.cli.main import main
 from ft_wrapper.cli.status import COMPLETED, NOT_FORMED, RUNNING, read_status, watch
 from ft_wrapper.protocol import Agreement
 from ft_wrapper.protocol.global_iteration import GlobalIteration
+from ft_wrapper.protocol.notice import Notice
 from ft_wrapper.protocol.records import Decision, Fault, Member
-from ft_wrapper.rendezvous.moves import add_drain, close, remove_nodes
+from ft_wrapper.rendezvous.moves import add_drain, close, give_notice, remove_nodes
 from ft_wrapper.rendezvous.record import Drain, Node, RendezvousRecord, RoundPolicy, Seat
 from ft_wrapper.rendezvous.register import RecordRegister, endpoint_key
 from ft_wrapper.store import TCPStoreServer, connect
@@ -200,6 +201,8 @@ def test_a_node_that_is_gone_keeps_its_address_and_says_whether_it_was_drained()
     seats = tuple(Seat(rank, rank, 1, "default", node, node.id) for rank, node in enumerate(nodes))
     record = RendezvousRecord(1, 3, complete=True, policy=RoundPolicy.RANK, next_slot=3, seats=seats)
     record = add_drain(record, Drain(nodes[1].name, (), 30.0))
+    record = give_notice(record, Notice("node c", "SIGTERM", leaving=(nodes[2].name,)))
+    assert [node.place for node in status.nodes_in(record)] == ["seat", "leaving", "leaving"]
     record, _ = remove_nodes(RendezvousRecord.from_json(record.to_json(), "key"), nodes[1:])
     found = status.nodes_in(RendezvousRecord.from_json(record.to_json(), "key"))
     assert [(node.id, node.place, node.slots, node.address) for node in found] == [
