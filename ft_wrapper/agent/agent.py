@@ -326,11 +326,11 @@ class Loop:
                 for signum in arrived:  # before the ends, which it may have caused
                     if signum in signals.ending:
                         self._carry_out(self._ranks.signalled(signum, signal_name(signum)))
+                    elif signum == signal.SIGUSR1 and not (asked := self._ranks.noticed("SIGUSR1")):
+                        continue  # each process may have got it, and ranks pass it on
                     elif signum != signal.SIGCHLD:
-                        asked = self._ranks.noticed(signal_name(signum)) if signum == signal.SIGUSR1 else []
-                        self._carry_out(asked)
-                        if asked or signum != signal.SIGUSR1:
-                            self._notify(signum)
+                        self._notify(signum)
+                        self._carry_out(asked if signum == signal.SIGUSR1 else [])
                 for key in ready:
                     if isinstance(key.data, RankProcess):
                         self._take_end(key.data)

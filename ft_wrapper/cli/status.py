@@ -30,7 +30,8 @@ class NodeStatus:
     Args:
         id: names the node.
         place: ``seat``, or ``leaving`` if it was asked to leave that; ``waiting`` for the next round;
-            ``spare``; if it has left its seat, ``drained`` if it was asked to, else ``lost``; ``kept out`` if it has not passed its check.
+            ``spare``; if it has left its seat, ``drained`` if it was asked to, else ``lost``; ``kept out`` if
+            it has not passed its check.
         group_rank: its number; None if it has no seat, or its round is not complete.
         slots: the first and the last slot of its ranks; None without a seat in a complete round.
         incarnation: how many agents had this id before; None for a lost one.
