@@ -43,14 +43,15 @@ class JobEnded(_QuietExit):
 class RankDrained(RestartAbort, SystemExit):
     """Ends the wrapped call on a rank that was asked to leave, by ``ftrun drain`` for instance.
 
-    The other ranks go on without it. It is raised where the rank reports that a step begins
-    (`CallWrapper.step`, `LiveState.steps`), so that no step is cut short, or once the iteration has ended.
+    The other ranks go on without it, unless the whole job ends (`CallWrapper.notice`). It is raised where the
+    rank reports that a step begins (`CallWrapper.step`, `LiveState.steps`), so that no step is cut short, or
+    once the iteration has ended.
 
     Also a ``SystemExit``: a process that does not catch it exits with 0, and is not restarted.
     """
 
-    def __init__(self) -> None:
-        super().__init__("this rank was drained: the other ranks go on without it")
+    def __init__(self, why: str = "this rank was drained: the other ranks go on without it") -> None:
+        super().__init__(why)
         self.code = 0
 
 

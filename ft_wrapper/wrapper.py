@@ -19,11 +19,10 @@ from . import _names, check
 from .attribution import InterruptionRecord, by_blame
 from .check import WATCHDOG
 from .compose import known_signature
-from .exception import RankDrained, RestartAbort
+from .exception import RestartAbort
 from .monitor import identity
 from .monitor.frames import drop_own_frames
-from .monitor.shared_memory import RankMemory
-from .protocol.membership import Membership
+from .protocol.notice import Notice
 from .protocol.records import Member
 from .restart.call import Call
 from .restart.settings import Limits, Settings, check_together, default_assignment, name_of
@@ -55,8 +54,9 @@ class CallWrapper:
 
     def __init__(self, call: Call) -> None:
         self._call, self.services = call, call.services  # these for live states and checkpoints alone
-        memory, member = call.own.memory, weakref.ref(call.own.member)  # a ping may outlive the call
-        ping, step = memory.make_ping(lambda: _note_step(member(), memory), lambda step: _look(memory))
+        memory, emit = call.own.memory, _weakly(call.own.member.emit)  # a ping may outlive the call
+        look = _weakly(call.services.notices.look)
+        ping, step = memory.make_ping(lambda: emit("step", **memory.last_step()), look)
         # They replace the methods, which would add the time of a call.
         vars(self).update(ping=ping, step=step)
 
@@ -155,6 +155,20 @@ class CallWrapper:
         records = member.agreement.ends.faults_of(view.n - 1)
         return tuple(dict.fromkeys(by_blame(fault.record for fault in records)))
 
+    @property
+    def notice(self) -> Notice | None:
+        """That there may not be much time left: save a checkpoint. None while nobody has said so.
+
+        All active ranks see a notice at the same step, if they report steps: from ``ping(step)`` to the next
+        one it is the same on all. With a `LiveState` they see it behind a ``commit``. A function that reports
+        no steps sees it at once, each rank at a moment of its own. After a restart it is seen again.
+
+        ``str(notice)`` says where it comes from, why, and how many seconds are left; the last is
+        ``notice.seconds``, None if it is not known. A later notice has another ``notice.id``. If
+        ``notice.ends``, all ranks leave when the next step begins.
+        """
+        return self.services.notices.current
+
     def atomic(self) -> contextlib.AbstractContextManager[Any]:
         """A block that no restart interrupts; may be nested.
 
@@ -184,6 +198,7 @@ class Unwrapped(CallWrapper):
 
     iteration = 0
     faults = ()
+    notice = None
 
     def __init__(self) -> None:
         own = State.from_env()
@@ -215,9 +230,10 @@ class Unwrapped(CallWrapper):
     disable_hang_protection: Any = atomic
 
 
-def _look(memory: RankMemory) -> None:
-    if memory.leave_requested:
-        raise RankDrained
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method; it does nothing once its object is gone."""
+    reference = weakref.WeakMethod(method)
+    return lambda *given, **named: (found := reference()) and found(*given, **named)
 
 
 # Arguments of Wrapper that are now arguments of Limits.
@@ -233,11 +249,6 @@ def _with_limits(arguments: dict[str, Any]) -> dict[str, Any]:
         raise TypeError(f"Wrapper: pass {moved} only in limits=, by their new names")
     given = Limits(**{_MOVED[name]: value for name, value in moved.items()})
     return {"limits": given, **arguments}
-
-
-def _note_step(member: Membership | None, memory: RankMemory) -> None:
-    if member is not None:
-        member.emit("step", **memory.last_step())
 
 
 class Wrapper:

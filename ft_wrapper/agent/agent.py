@@ -402,6 +402,7 @@ class Loop:
                 case ranks.Send() if action.rank is not None or action.signum != self._got_by_all:
                     for rank, process in self._running.items():
                         if action.rank in (None, rank):
+                            self._monitors.end(process.pid)  # or it would leave SIGTERM to this agent
                             process.send(action.signum)
                 case ranks.Kill():
                     self._kill()

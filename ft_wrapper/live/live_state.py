@@ -60,6 +60,9 @@ class LiveState:
         copy_every: steps between two copies; by default 50.
         verify_every: compares the replicas' states after this many steps; None: only after transfers.
         name: distinguishes several states of a wrapped call.
+        on_notice: saves a checkpoint when there may not be much time left. Called with the dict and the
+            number of committed steps, on all active ranks behind the same commit, once for each
+            `CallWrapper.notice`; again if a fault came before all had returned.
         every: the old name of ``copy_every``.
 
     Raises:
@@ -81,11 +84,12 @@ class LiveState:
         copy_every: int | None = None,
         verify_every: int | None = None,
         name: str = "state",
+        on_notice: Callable[[Objects, int], object] | None = None,
         every: int | None = None,
     ) -> None:
         began = time.monotonic()
         with checks.ending_the_call():
-            _check_arguments(call_wrapper, build, restore, update, name)
+            _check_arguments(call_wrapper, build, restore, update, on_notice, name)
             self._seed = as_limit("seed", seed, at_least=0)
             self._seed_by = functools.partial(seed_all, self._seed)
             self._verify_every = as_limit("verify_every", verify_every, at_least=1)
@@ -104,11 +108,12 @@ class LiveState:
             raise JobAbort(f"name={name!r}: there is a LiveState of this name already; use another one")
         self._kept.iteration = self._iteration
         settings = {"seed": seed, "buddies": buddies, "copy_every": copy_every, "verify_every": verify_every}
+        settings["on_notice"] = on_notice is not None
         users = Users(restore, default_update if update is None else update, self._seed_by, settings)
         self._performer = performer = TorchPerformer(services, name, self._kept, form, users)
         self._course = Course(self._kept, performer, self._iteration)
         self._open: int | None = None  # the step that was begun
-        self._has_default_update = update is None
+        self._has_default_update, self._on_notice = update is None, on_notice
         self.plan = self._course.recover(form.shard)
         if self._buddies:
             performer.start_buddies(self._buddies, copy_every)
@@ -235,6 +240,9 @@ class LiveState:
         if self._verify_every and self.step % self._verify_every == 0:
             self._course.compare()
         self._marks.set(self._form.parameters(self._kept.objects))
+        if self._performer.has_notice and (notice := self._performer.see_notice()) and self._on_notice:
+            self._on_notice(self._kept.objects, self.step)
+            self._performer.saving.add(notice.id)
 
     def _check_commit(self) -> None:
         self._services.check_iteration(self._iteration, "commit() of a LiveState")
@@ -248,7 +256,9 @@ class LiveState:
             raise JobAbort(f"step {self._open}: no parameter of any optimizer has a gradient in commit()")
 
 
-def _check_arguments(call_wrapper: Any, build: Any, restore: Any, update: Any, name: Any) -> None:
+def _check_arguments(
+    call_wrapper: Any, build: Any, restore: Any, update: Any, on_notice: Any, name: Any
+) -> None:
     if not isinstance(call_wrapper, CallWrapper):
         raise TypeError(f"call_wrapper={call_wrapper!r} must be the CallWrapper that the function is given")
     check_callable("build", build, 'lambda: {"model": model, "optimizer": optimizer}')
@@ -256,6 +266,8 @@ def _check_arguments(call_wrapper: Any, build: Any, restore: Any, update: Any, n
         check_callable("restore", restore, "def restore(objects): ...; return step")
     if update is not None:
         check_callable("update", update, "def update(objects): objects['optimizer'].step()")
+    if on_notice is not None:
+        check_callable("on_notice", on_notice, "def save(objects, step): ...")
     if not isinstance(name, str) or not name or "/" in name:
         raise ValueError(f"name={name!r} must be a string that is not empty and has no '/'")
 

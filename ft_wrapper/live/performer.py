@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..exception import JobAbort
 from ..protocol import keys
+from ..protocol.notice import Notice
 from ..protocol.operations import CompareAndSet, SetIfAbsent, read
 from ..restart.resources import Services
 from ..store.address import own_address
@@ -41,6 +42,7 @@ class TorchKept(Kept):
         modes: whether each module was in training when it was built, by name.
         built: what was built, which must be the same on all ranks.
         shapes: of the parameters that were built, by name.
+        saved: ids of notices for which all active ranks have saved.
         iteration: the one in which it was used last.
     """
 
@@ -52,6 +54,7 @@ class TorchKept(Kept):
         self.modes: dict[str, bool] = {}
         self.built: checks.Outline = ()
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.saved: set[str] = set()
         self.iteration = -1
 
 
@@ -107,6 +110,10 @@ class TorchPerformer(Performer):
         kept: what the process keeps of it.
         form: how it is built and taken apart.
         users: what the user has passed.
+
+    Attributes:
+        has_notice: whether, by the last vote, some rank has a notice that is new here.
+        saving: ids of the notices for which this rank has saved since the last vote.
     """
 
     def __init__(self, services: Services, name: str, kept: TorchKept, form: Form, users: Users) -> None:
@@ -128,6 +135,8 @@ class TorchPerformer(Performer):
         self._nodes: Sequence[str] = ()
         self._register = ""  # as rank 0 has read it
         self._buddies: Buddies | None = None
+        services.notices.rides, self.has_notice = True, False
+        self.saving, self._seen = set[str](), dict[str, bool]()
 
     def atomic(self) -> contextlib.AbstractContextManager[Any]:
         """See `Performer`."""
@@ -155,10 +164,28 @@ class TorchPerformer(Performer):
     def vote(self, step: int) -> None:
         """See `Performer`."""
         stored = -1 if self._buddies is None else self._buddies.stored
-        low, high, stored = self._ballot.vote((step, -step, stored))
+        mine = self._services.notices.new(self._seen)
+        low, high, stored, notice = self._ballot.vote((step, -step, stored, -(mine is not None)))
         if low != -high:
             raise RuntimeError(f"the ranks do not do the same steps: one is at {low}, another at {-high}")
         self._kept.copies.drop_older(stored)
+        self.has_notice = notice < 0
+        self._kept.saved |= self.saving  # all ranks have come here, so all have saved
+        self.saving.clear()
+
+    def see_notice(self) -> Notice | None:
+        """All active ranks see the first notice that is new; collective, behind a vote that says so.
+
+        Returns:
+            The notice, if it is to be saved for: not if that was done before a restart.
+        """
+        mine, saved = self._services.notices.new(self._seen), self._kept.saved
+        texts, all_saved = zip(*self._gather((mine and mine.to_json(), saved)), strict=True)
+        notice = Notice.from_json(next(filter(None, texts)), "notice")
+        saved.update(*all_saved)
+        self._seen[notice.id] = notice.ends
+        self._services.notices.see(notice)
+        return None if notice.id in saved else notice
 
     def update(self, step: int, arguments: tuple[Any, ...]) -> None:
         """See `Performer`."""

@@ -183,7 +183,7 @@ class MonitorService:
             )
 
     def give(self, notice: Notice) -> list[int]:
-        """Passes a notice to all ranks, and to those that enter a call later, within the time that it gives.
+        """Passes a notice to all ranks, and to those that enter a call later.
 
         Args:
             notice: the notice.
@@ -199,6 +199,17 @@ class MonitorService:
                     one.process.memory.give(notice)
                     working += [one.process.pid] * one.process.memory.active
             return [pid for pid in self._processes if pid not in working]
+
+    def end(self, pid: int) -> None:
+        """Notes that a rank ends by the next SIGTERM. Call it before the signal is sent.
+
+        Args:
+            pid: the process that the agent has started for it.
+        """
+        with self._changed:
+            process = self._processes.get(pid)
+            if process is not None and process.memory is not None:
+                process.memory.end_requested = True
 
     def close(self) -> None:
         """Stops accepting ranks, and waits until their deaths are reported, at most `CLOSE_TIMEOUT`.
@@ -299,9 +310,9 @@ class MonitorService:
             attended.process, process.memory = process, memory
             if self._notice is not None:
                 came, notice = self._notice
+                # Also if its time is over: ranks that see other notices than their peers would save alone.
                 left = None if notice.seconds is None else notice.seconds - (time.monotonic() - came)
-                if left is None or left > 0:
-                    memory.give(dataclasses.replace(notice, seconds=left))
+                memory.give(dataclasses.replace(notice, seconds=left))
             key = limits, json.dumps(plan.plain, sort_keys=True)
             if key not in self._hearts:
                 self._hearts[key] = Heart(plan.connect, heart_name(), limits)

@@ -14,7 +14,6 @@ import enum
 import errno
 import fcntl
 import functools
-import math
 import mmap
 import operator
 import os
@@ -32,7 +31,7 @@ _SIZE = 4096
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _MUTEX_SIZE = 64  # bytes for a pthread_mutex_t; it has 40 to 48 on the platforms that torch supports
 _NO_STEP = 2**64 - 1
-_NOTICE_SIZE = 2048  # bytes
+_NOTICE_SIZE = 1536  # bytes
 _NOTICE_TEXT = 100  # characters of each text in it, which JSON may write with six bytes
 _PTHREAD_PROCESS_SHARED = 1
 _PTHREAD_MUTEX_ROBUST = 1
@@ -78,7 +77,9 @@ class RankMemory(ctypes.Structure):
         dump_fd: the rank's descriptor of the pipe with the answer.
         leave_requested: whether the rank was asked to leave the job (written by the agent), or was excluded
             (written by the rank when its call ends).
+        end_requested: whether the next SIGTERM is meant for this rank, which ends by it.
         looks: whether the rank has to look, when a step begins, for what was asked of it.
+        notice_stamp: when the newest notice was written; 0.0 if there is none.
         is_life_held: whether the rank is in its call; after its process has ended, whether it ended in one.
 
     Raises:
@@ -89,14 +90,14 @@ class RankMemory(ctypes.Structure):
     _fields_ = (
         ("_mutex", ctypes.c_char * _MUTEX_SIZE),
         *((f"{name}_stamp", ctypes.c_double) for name in ("main", "gil", "ping", "step")),
-        *((f"{name}_stamp", ctypes.c_double) for name in ("monitor", "end", "leave")),
+        *((f"{name}_stamp", ctypes.c_double) for name in ("monitor", "end", "leave", "notice")),
         *((name, ctypes.c_uint64) for name in ("_step", "_first_step")),
         *((name, ctypes.c_int64) for name in ("phase", "iteration", "_rank", "hang_protection_disabled")),
         *((name, ctypes.c_int64) for name in ("dump_signal", "dump_fd")),
         *((name, ctypes.c_bool) for name in ("active", "is_in_function", "has_restarted")),
-        *((name, ctypes.c_bool) for name in ("is_life_held", "leave_requested", "looks")),
-        ("_notice_stamp", ctypes.c_double),
-        ("_notice", ctypes.c_char * _NOTICE_SIZE),
+        *((name, ctypes.c_bool) for name in ("is_life_held", "leave_requested", "end_requested", "looks")),
+        ("_newest", ctypes.c_uint64),
+        ("_notices", ctypes.c_char * _NOTICE_SIZE * 2),
     )
     main_stamp: float
     gil_stamp: float
@@ -114,9 +115,11 @@ class RankMemory(ctypes.Structure):
     dump_signal: int
     dump_fd: int
     leave_requested: bool
+    end_requested: bool
     looks: bool
-    _notice: bytes
-    _notice_stamp: float
+    notice_stamp: float
+    _newest: int
+    _notices: Any
     fd: int
     _owner: tuple[int, int] | None = None  # process and thread that hold the life mutex by this object
 
@@ -224,19 +227,21 @@ class RankMemory(ctypes.Structure):
     @property
     def notice(self) -> Notice | None:
         """The newest notice, with the seconds that are left now; None if there was none."""
-        until, text = self._notice_stamp, self._notice.decode()
+        text = self._notices[self._newest].value.decode()
         if not text:
             return None
-        left = None if until == math.inf else max(0.0, until - time.monotonic())
-        return dataclasses.replace(Notice.from_json(text, "notice"), seconds=left)
+        notice = Notice.from_json(text, "notice")  # its seconds are those of the clock
+        left = None if notice.seconds is None else max(0.0, notice.seconds - time.monotonic())
+        return dataclasses.replace(notice, seconds=left)
 
     def give(self, notice: Notice) -> None:
         """Writes a notice, which the rank sees when its next step begins; from any process that maps this."""
         who, why = (cut(text, _NOTICE_TEXT) for text in (notice.who, notice.why))
-        short = Notice(who, why, id=notice.id, ends=notice.ends)
-        self._notice_stamp = math.inf if notice.seconds is None else time.monotonic() + notice.seconds
-        self._notice = short.to_json().encode()
-        self.looks = True
+        self.notice_stamp = now = time.monotonic()
+        until = None if notice.seconds is None else now + notice.seconds
+        other = 1 - self._newest  # or a reader would see half of the text
+        self._notices[other].value = Notice(who, why, until, notice.id, notice.ends).to_json().encode()
+        self._newest, self.looks = other, True
 
     def ask_to_leave(self) -> None:
         """Asks the rank to leave the job when its next step begins."""

@@ -564,6 +564,7 @@ class RankMonitor:
         log.warning("%s %s: its process is ended", self._name(), message)
         what = f"telling the other ranks that {self._name()} is ended"
         publisher = in_background(what, lambda: self._publish_death(Interruption.HARD_TIMEOUT, message))
+        self.memory.end_requested = True
         for number in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, number)

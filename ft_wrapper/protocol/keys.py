@@ -98,6 +98,9 @@ entered = _of_iteration("entered")
 count_gone = _of_iteration("count/gone")
 count_finished = _of_iteration("count/finished")
 count_entered = _of_iteration("count/entered")
+# Register, by number of the notice in n: the step at which all active ranks see it, and the notice. By
+# ``met``: all active ranks have met to leave, since the job ends.
+notice = _of_iteration("notice")
 # Notification key: n has ended, by a fault or as done.
 wake_end = _of_iteration("wake/end")
 # Notification key: head has reached n. Its value is the likely head.

@@ -1,6 +1,7 @@
 """A notice: how a job hears that a machine, or its whole allocation, is about to be taken away. Pure."""
 
 import dataclasses
+import math
 
 from .records import Record
 
@@ -31,3 +32,19 @@ class Notice(Record):
     def __str__(self) -> str:
         within = "" if self.seconds is None else f", {self.seconds:.0f} s left"
         return f"{self.who}: {self.why}{within}{'; the job ends' * self.ends}"
+
+
+#: Environment variable of ranks: ``--notice-grace`` of their ``ftrun``, in seconds.
+GRACE_ENV = "FT_WRAPPER_NOTICE_GRACE"
+_KNOWN_WITHIN = 0.5  # seconds until the agents of all nodes have passed a notice on
+_LEAST = 2  # steps, since a rank may be a step ahead
+
+
+def step_to_see(step: int, length: float) -> int:
+    """The step at which all ranks can see a notice, because all of them know of it by then.
+
+    Args:
+        step: the one that begins where the notice was found.
+        length: of the last step, in seconds.
+    """
+    return step + max(_LEAST, math.ceil(_KNOWN_WITHIN / max(length, 1e-6)))

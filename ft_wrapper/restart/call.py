@@ -34,6 +34,7 @@ from ..torch_groups.abort import describe_pending_aborts
 from ..torch_groups.collective import current_collective
 from . import exit_watch
 from .loop import FunctionRun, Hang, RestartedProcess, RestartLoop, describe_same_fault, hang_of
+from .notices import Notices
 from .on_restart import Reporter, RestartTimes
 from .resources import Resources, Services
 from .settings import Settings
@@ -80,7 +81,9 @@ class Call(RestartedProcess):
         self.waiting = self.own.waiting
         self._reporter = Reporter(self.own, began_at)
         self._times = RestartTimes(time.monotonic())
-        self.services = Services(self.own)
+        store, atomic = self.own.member.agreement.store, self.own.interrupter.atomic
+        notices = Notices(self.own.memory, store, self.waiting, atomic, self._meet)
+        self.services = Services(self.own, notices)
 
     def close(self, error: BaseException | None) -> None:
         """Releases everything: threads, processes, sockets, handlers, environment variables."""
@@ -134,6 +137,7 @@ class Call(RestartedProcess):
         own, decision = self.own, view.decision
         own.memory.active = True  # until its mode is known: other ranks may be waiting for it
         own.memory.enter_iteration(view.n)
+        self.services.notices.enter()
         is_new = own.member.member in decision.joined or view.is_first
         own.monitor.enter(view, None if is_new else decision)
 
@@ -228,6 +232,13 @@ class Call(RestartedProcess):
 
     def _count(self, error: BaseException) -> None:
         self._current.count(error, self.own.member.view, self.settings.limits.max_same_faults)
+
+    def _meet(self, seconds: float | None) -> None:
+        """Waits until all active ranks have called it; see `Notices`."""
+        rank, size = self.state.active_rank, self.state.active_world_size
+        assert rank is not None and size is not None, "spares do not run the function"
+        timeout = timedelta(seconds=self.settings.barrier_timeout if seconds is None else seconds)
+        self.user_store().barrier([rank], "the end of the job", size, timeout)
 
     def note_progress(self) -> None:
         """Notes whether the function has made progress, before its stamps are reset."""
@@ -328,8 +339,7 @@ class Call(RestartedProcess):
             with own.waiting:
                 own.monitor.await_answer()
         self._times = self._times.end("arrive")
-        if own.memory.leave_requested:
-            raise exception.RankDrained
+        self.services.notices.leave_if_over()
 
     def all_arrived(self) -> None:
         self._times = self._times.end("decide")

@@ -32,6 +32,7 @@ from ..torch_groups import caches, warm_up
 from ..torch_groups.kept import KeptGroup
 from ..torch_groups.tracker import begin_tracking
 from .exit_watch import ExitWatch
+from .notices import Notices, hearing_signals
 from .report import waiting_line
 from .settings import Settings
 
@@ -210,9 +211,11 @@ class Resources:
         """Sets up what interrupts the function's thread, and what notes its progress."""
         self.interrupter = interrupt.Interrupter(self.settings.limits.cleanup_timeout)
         owned.callback(self.interrupter.close)
+        is_main_thread = threading.current_thread() is threading.main_thread()
+        if is_main_thread:
+            owned.enter_context(hearing_signals(self.memory))
         self.signals.note()  # including the interrupter's
         owned.callback(self.signals.put_back)
-        is_main_thread = threading.current_thread() is threading.main_thread()
         if is_main_thread:
             owned.callback(frames.StackDump(self.memory).close)
         interval = self.settings.progress_watchdog_interval
@@ -391,6 +394,7 @@ class Services:
 
     Args:
         own: what the call owns.
+        notices: of the call.
 
     Attributes:
         settings: durations, switches and plug-ins.
@@ -405,7 +409,8 @@ class Services:
         connections: kept open until all ranks have left the iteration; otherwise others would see a fault.
     """
 
-    def __init__(self, own: Resources) -> None:
+    def __init__(self, own: Resources, notices: Notices) -> None:
+        self.notices = notices
         self.settings, self.store = own.settings, own.member.agreement.store
         self.atomic = own.interrupter.atomic
         self.has_failed = own.member.has_failed

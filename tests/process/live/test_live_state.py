@@ -146,7 +146,7 @@ class Fails(TorchPerformer):
     def vote(self, step: int) -> None:
         current.fail("before vote", step)
         if current.in_step and current.at("in vote", step):
-            vote = struct.pack("!qqq", step, -step, -1)
+            vote = struct.pack("!qqqq", step, -step, -1, 0)
             self._ballot._say(0, vote)
             self._ballot._hear(0, len(vote))  # rank 0 is ready, too
             raise ValueError("in vote")

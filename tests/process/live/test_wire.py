@@ -120,13 +120,13 @@ def test_strangers_do_not_use_up_the_files_of_a_process() -> None:
             free = [number for number in range(1000) if number not in used]
             resource.setrlimit(resource.RLIMIT_NOFILE, (free[10], 1000))
             made[0].open([one.address for one in made])
-            os._exit(made[0].vote((5, 5, 5)) != (3, 3, 3))
+            os._exit(made[0].vote((5, 5, 5, 5)) != (3, 3, 3, 3))
 
         process = FORK.Process(target=rank_0)
         process.start()
         try:
             made[1].open([one.address for one in made])
-            assert made[1].vote((3, 3, 3)) == (3, 3, 3)
+            assert made[1].vote((3, 3, 3, 3)) == (3, 3, 3, 3)
             process.join(LIMIT)
             assert process.exitcode == 0
         finally:
@@ -223,7 +223,7 @@ def test_a_hello_of_before_opens_nothing(sign: Sign) -> None:
 
 
 def vote(threads: ThreadPoolExecutor, one: Ballot, *values: int) -> Future[wire.Values]:
-    return threads.submit(one.vote, (values[0], values[1], values[2]))
+    return threads.submit(one.vote, (values[0], values[1], values[2], values[3]))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
@@ -231,7 +231,7 @@ def test_the_least_of_each_value(size: int) -> None:
     choose = random.Random(size)
     with opened(size) as (made, threads):
         for _ in range(50):
-            said = [[choose.randint(-(1 << 62), 1 << 62) for _ in range(3)] for _ in made]
+            said = [[choose.randint(-(1 << 62), 1 << 62) for _ in range(4)] for _ in made]
             votes = [vote(threads, one, *values) for one, values in zip(made, said, strict=True)]
             least = tuple(min(values) for values in zip(*said, strict=True))
             assert [one.result(LIMIT) for one in votes] == [least] * size
@@ -248,7 +248,7 @@ def test_all_hear_what_rank_0_tells(size: int) -> None:
         heard = []
         for number, (each, has_vote) in enumerate(zip(said, votes, strict=True)):
             heard.append(one.tell(b"not mine" if rank else each))
-            assert not has_vote or one.vote((number, rank, -rank)) == (number, 0, 1 - size)
+            assert not has_vote or one.vote((number, rank, -rank, 0)) == (number, 0, 1 - size, 0)
         return heard
 
     with opened(size) as (made, threads):
@@ -267,7 +267,7 @@ def test_a_vote_ends_nowhere_without_one() -> None:
 
     def votes_and_leaves(one: Ballot) -> None:
         with contextlib.closing(one):
-            one.vote((0, 0, 0))
+            one.vote((0, 0, 0, 0))
 
     for silent in range(size):
         with opened(size) as (made, threads):
@@ -283,7 +283,7 @@ def test_who_does_not_vote_is_named() -> None:
         opened(3, timeout=0.1) as (made, _),
         pytest.raises(TimeoutError, match=r"active rank 2 has not come to a vote in 0\.1 s"),
     ):
-        made[0].vote((0, 0, 0))
+        made[0].vote((0, 0, 0, 0))
 
 
 def test_a_rank_that_closed_before_it_opened_is_named() -> None:
@@ -295,11 +295,11 @@ def test_a_rank_that_closed_before_it_opened_is_named() -> None:
 
 def test_an_abort_frees_this_rank_and_no_other() -> None:
     with opened(2) as (made, threads):
-        first = vote(threads, made[0], 0, 0, 0)
+        first = vote(threads, made[0], 0, 0, 0, 0)
         made[0].abort()
         with pytest.raises(ConnectionError, match="active rank 1 is gone"):
             first.result(LIMIT)
-        assert made[1].vote((3, 3, 3)) == (0, 0, 0)  # rank 0 had said its own
+        assert made[1].vote((3, 3, 3, 3)) == (0, 0, 0, 0)  # rank 0 had said its own
         for _ in range(3):
             made[1].to[0].sendall(b"nor does it later")
 
@@ -318,7 +318,7 @@ def test_an_abort_frees_who_waits_for_a_connection() -> None:
 def test_nothing_stays_open() -> None:
     before = len(psutil.Process().net_connections("tcp"))
     with opened(5) as (made, threads):
-        for one in [vote(threads, one, 0, 0, 0) for one in made]:
+        for one in [vote(threads, one, 0, 0, 0, 0) for one in made]:
             one.result(LIMIT)
         assert len(psutil.Process().net_connections("tcp")) == before + 5 * 2 * 3
     assert len(psutil.Process().net_connections("tcp")) == before

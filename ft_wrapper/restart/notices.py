@@ -1,0 +1,215 @@
+"""How a rank sees notices in its call: all active ranks at the same step.
+
+An agent, or the handler of SIGUSR1 here, writes a notice into the rank's memory, at a moment of its own. So
+the ranks agree on the step at which all see it: over the vote of a `LiveState` if there is one, else over a
+key in the job's store. A function that reports no steps sees what its memory holds.
+
+If the job ends, the ranks meet at the next step before any of them leaves: a rank that leaves ends the
+iteration, and would interrupt another rank that still writes its checkpoint.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
+
+from ..exception import RankDrained
+from ..monitor.shared_memory import RankMemory
+from ..monitor.signals import handled_signals
+from ..protocol import keys
+from ..protocol.entering import BarrierTimeout
+from ..protocol.notice import GRACE_ENV, Notice, step_to_see
+from ..protocol.operations import Operations, read, set_if_absent, write_text
+from ..store.secret import AGENT_ENV
+
+log = logging.getLogger(__name__)
+
+# A scheduler signals all processes of a node, and the agent passes its own signal on: they are one notice.
+_SAME_WITHIN = 5.0  # seconds
+_MEETS_WITHIN = 1.0  # seconds that ranks wait for each other even if the notice's time is over
+_MET = "met"
+
+
+@dataclasses.dataclass(eq=False)
+class Notices:
+    """The notices of one call.
+
+    Args:
+        memory: the rank's.
+        store: the job's.
+        waiting: entered around waits.
+        atomic: makes a block that no restart interrupts.
+        meet: waits until all active ranks have called it, for these seconds at most; None: as long as ranks
+            wait for each other.
+
+    Attributes:
+        found: the newest notice in the memory, as it was when a step began.
+        rides: whether a live state decides in this iteration when a notice is seen.
+    """
+
+    memory: RankMemory
+    store: Operations
+    waiting: contextlib.AbstractContextManager[None]
+    atomic: Callable[[], contextlib.AbstractContextManager[Any]]
+    meet: Callable[[float | None], None]
+
+    def __post_init__(self) -> None:
+        self.enter()
+
+    def enter(self) -> None:
+        """Begins an iteration: in it, all notices are new."""
+        self.found: Notice | None = None
+        self.rides = False
+        self._shown: Notice | None = None
+        self._due: tuple[int, Notice] | None = None  # from which step on it is seen
+        self._seen: dict[str, bool] = {}
+        self._count = 0
+        self.memory.looks = True
+
+    @property
+    def current(self) -> Notice | None:
+        """The notice that was seen last in this iteration, with the seconds that are left now."""
+        mine, shown = self.memory.notice, self._shown
+        if shown is None:
+            return None if self.rides or self.memory.step is not None else mine
+        if mine is None or mine.id != shown.id:
+            return shown
+        return dataclasses.replace(shown, seconds=mine.seconds)
+
+    def new(self, seen: Mapping[str, bool]) -> Notice | None:
+        """The notice that was found, unless it was seen.
+
+        Args:
+            seen: of each notice, by id, whether the job ended.
+        """
+        found = self.found
+        return found if found and (found.id not in seen or found.ends > seen[found.id]) else None
+
+    def see(self, notice: Notice) -> None:
+        """Shows a notice that all active ranks see at this step."""
+        mine = self.memory.notice
+        if mine is None or (mine.id == notice.id and notice.ends):
+            self.memory.give(notice)  # so that it is there in the next iteration
+        self._shown, self._seen[notice.id] = notice, notice.ends
+        if notice.ends:
+            self.memory.looks = True
+        if self.memory.rank == 0:
+            log.warning("notice: %s", notice)
+
+    def look(self, step: int) -> None:
+        """Looks, when a step begins, for what was asked of the rank.
+
+        Args:
+            step: the one that begins.
+
+        Raises:
+            RankDrained: this rank leaves.
+        """
+        memory = self.memory
+        memory.looks = False  # before the rest is read: an agent that writes it sets this afterwards
+        if memory.leave_requested:
+            memory.looks = True
+            raise RankDrained
+        if self._shown is not None and self._shown.ends:
+            self._leave(self._shown)
+        self.found = memory.notice
+        while not self.rides and (self._due or self.new(self._seen)):
+            if memory.step is not None:  # otherwise it is not known yet how long a step takes
+                self._due = self._due or self._agree(step, time.monotonic() - memory.step_stamp, self.found)
+            if self._due is None or step < self._due[0]:
+                memory.looks = True
+                return
+            notice, self._due = self._due[1], None
+            self.see(notice)
+
+    def leave_if_over(self) -> None:
+        """Lets the rank go where its iteration has ended because the job does.
+
+        Raises:
+            RankDrained: the rank was asked to leave, or all active ranks have met to leave.
+        """
+        memory = self.memory
+        if memory.leave_requested:
+            raise RankDrained
+        if (notice := memory.notice) is not None:
+            with self.waiting:
+                has_met = read(self.store, keys.notice(memory.iteration, _MET)) is not None
+            if has_met:
+                self._end(notice)
+
+    def _agree(self, step: int, length: float, mine: Notice | None) -> tuple[int, Notice]:
+        """Agrees on the next notice of the iteration, and on the step from which on it is seen."""
+        assert mine is not None
+        key = keys.notice(self.memory.iteration, self._count)
+        with self.atomic():
+            said = set_if_absent(self.store, key, f"{step_to_see(step, length)} {mine.to_json()}")
+            self._count += 1
+        number, _, text = said.partition(" ")
+        return int(number), Notice.from_json(text, key)
+
+    def _leave(self, notice: Notice) -> None:
+        """Leaves once all active ranks are here, or their time is over."""
+        try:
+            with self.waiting:
+                seconds = (self.current or notice).seconds
+                self.meet(None if seconds is None else max(seconds, _MEETS_WITHIN))
+        except BarrierTimeout as error:
+            log.warning("leaves without waiting longer for other ranks: %s", error)
+        with self.atomic():
+            # Before any rank leaves: a rank that is interrupted by that, and spares, leave, too.
+            write_text(self.store, keys.notice(self.memory.iteration, _MET), "1")
+        self._end(notice)
+
+    def _end(self, notice: Notice) -> NoReturn:
+        self.memory.leave_requested = True  # so that the agent does not count it as lost
+        raise RankDrained(f"all ranks leave: {notice}")
+
+
+# Signals ----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def hearing_signals(memory: RankMemory) -> Iterator[None]:
+    """Handles signals that announce the end, where the function's process has no handler of its own.
+
+    SIGUSR1 goes to the agent, which passes it on to all ranks; without an agent it is a notice of this rank.
+    SIGTERM, which a scheduler sends to ranks, too, is left to an agent that has a grace time.
+
+    Args:
+        memory: the rank's.
+    """
+    pid, agent = os.getpid(), os.getppid()
+    grace = float(os.environ.get(GRACE_ENV, 0))
+    has_agent = os.environ.get(AGENT_ENV, "").startswith(f"ftrun-{agent}-")
+
+    def hear(signum: int, frame: object) -> None:
+        if os.getpid() != pid or time.monotonic() - memory.notice_stamp < _SAME_WITHIN:
+            return  # a forked child; or it is known already
+        if has_agent and os.getppid() == agent and signum in handled_signals(agent):
+            os.kill(agent, signum)
+            return
+        last = memory.notice
+        number = int(last.id) + 1 if last and last.id.isdecimal() else 1  # the same on all ranks that hear it
+        memory.give(Notice(f"rank {memory.rank}", "SIGUSR1", grace or None, str(number)))
+
+    def ignore(signum: int, frame: object) -> None:
+        if memory.end_requested or os.getpid() != pid:
+            signal.signal(signum, signal.SIG_DFL)
+            os.kill(os.getpid(), signum)
+
+    before: dict[int, Any] = {}
+    for signum, handler, replaced in (
+        (signal.SIGUSR1, hear, (signal.SIG_DFL, signal.SIG_IGN)),
+        (signal.SIGTERM, ignore, (signal.SIG_DFL,) if has_agent and grace else ()),
+    ):
+        if signal.getsignal(signum) in replaced:
+            before[signum] = signal.signal(signum, handler)
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
