@@ -30,6 +30,7 @@ from ..monitor.identity import PROCESS_ENV, mark
 from ..monitor.service import MonitorService
 from ..monitor.signals import handled_signals
 from ..protocol.keys import HEAD
+from ..protocol.notice import Notice
 from ..store.secret import AGENT_ENV, announce, warn_if_open
 from . import health, ranks
 from .group import Group
@@ -430,18 +431,24 @@ class Loop:
                             self._ranks.has_no_work(rank)
                 case ranks.AskDrain():
                     keeps = self._nodes.keeps_others and action.signum is not None
-                    refused = _KEEPS_OTHERS if keeps else self._nodes.drain(action.within, action.why)
+                    notice = self._named(Notice("", action.why, action.grace)) if action.grace else None
+                    refused = _KEEPS_OTHERS if keeps else self._nodes.drain(action.within, action.why, notice)
                     if refused:
                         self._carry_out(self._ranks.stays(action, refused))
 
     def _ask_notice(self, asked: ranks.AskNotice) -> None:
         """Has all nodes pass a notice on; if they cannot be asked, this node's ranks get it all the same."""
-        node = self._ranks.round.node
-        who = f"node {node}" if node else socket.gethostname()
-        notice = dataclasses.replace(asked.notice, who=who, id=os.urandom(8).hex())
-        if refused := self._nodes.notice(notice, leaves=asked.leaves):
+        notice = self._named(asked.notice)
+        if asked.is_announced:
+            self._nodes.notice(dataclasses.replace(notice, id=""), leaves=asked.leaves)
+        elif refused := self._nodes.notice(notice, leaves=asked.leaves):
             log.warning("%s: only the ranks of this node get a notice: %s", notice.why, refused)
             self._carry_out(self._ranks.take_news(News(What.NOTICE, notice=notice)))
+
+    def _named(self, notice: Notice) -> Notice:
+        node = self._ranks.round.node
+        who = f"node {node}" if node else socket.gethostname()
+        return dataclasses.replace(notice, who=who, id=os.urandom(8).hex())
 
     def _notify(self, signum: int) -> None:
         """Passes a signal to the ranks that have a handler for it: it might end others and their helpers."""

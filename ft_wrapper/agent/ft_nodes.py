@@ -346,17 +346,18 @@ class FtNodes(Nodes):
                 left = dict.fromkeys(dead, f"left with node {node}: {why}")
                 log_deaths(store, left, return_=False).join(0.5)
 
-    def drain(self, within: float, why: str) -> str:
+    def drain(self, within: float, why: str, notice: Notice | None = None) -> str:
         handler, where = self._handler, self._round
         node = None if handler is None else handler.node
         if handler is None or where is None or node is None:
             return "it has no ranks yet"
         asked = Drain(node.name, (), within, why)
+        given = notice and dataclasses.replace(notice, leaving=(node.name,))
 
         def ask() -> None:
             with contextlib.closing(connect(where.store, timedelta(seconds=_LEAVE_TIMEOUT / 2))) as store:
                 slots, least = drains.living_slots(store)
-            handler.drain(asked, slots, least)
+            handler.drain(asked, slots, least, given)
 
         return _asked(ask, "asking to drain this node")
 
@@ -470,7 +471,7 @@ class OneNode(Nodes):
         self._rounds += 1
         return alone(host_port(self._address, server.port), self._nproc)
 
-    def drain(self, within: float, why: str) -> str:
+    def drain(self, within: float, why: str, notice: Notice | None = None) -> str:
         return "no other node would be left"
 
     def notice(self, notice: Notice, *, leaves: bool) -> str:

@@ -175,12 +175,13 @@ class Nodes:
             why: for people.
         """
 
-    def drain(self, within: float, why: str) -> str:
+    def drain(self, within: float, why: str, notice: Notice | None = None) -> str:
         """Asks that all ranks of this node leave the job, in order: `What.DRAIN` follows. Bounded.
 
         Args:
             within: seconds after which ranks that have not left are ended.
             why: for people.
+            notice: what all ranks get before, if they may leave.
 
         Returns:
             Why they may not leave; empty if they may.

@@ -123,11 +123,13 @@ class AskDrain(RankAction):
         within: seconds after which ranks that have not left are ended.
         why: for people.
         signum: the signal that caused it, if one did.
+        grace: seconds that all ranks are given for a checkpoint first; 0: they get no notice.
     """
 
     within: float
     why: str
     signum: int | None = None
+    grace: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,10 +139,12 @@ class AskNotice(RankAction):
     Args:
         notice: the notice. The caller puts this node's name and a unique id into it.
         leaves: whether this node is about to end.
+        is_announced: whether that is all that the other nodes learn: ranks do not get the notice yet.
     """
 
     notice: Notice
     leaves: bool = False
+    is_announced: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -434,11 +438,11 @@ class Ranks:
         """A signal arrived that ends the job; or drains this node, once, where that is wanted."""
         if signum == TERM and self._drain_timeout and self._stop is None:
             within, self._drain_timeout = self._drain_timeout, 0.0
-            asked = AskDrain(within, name, signum)
+            asked = AskDrain(within, name, signum, self._grace)
             if not self._grace:
                 return [asked]
             self._drain_at = self._clock() + min(TOGETHER, within / 2), asked
-            return [AskNotice(Notice("", name, self._grace), leaves=True)]
+            return [AskNotice(Notice("", name), leaves=True, is_announced=True)]
         self._drain_at = None
         line = Log(f"{name}: forwarded to {self.names()}")
         if self._outcome.signum is not None:
@@ -485,7 +489,7 @@ class Ranks:
         return [AskNotice(Notice("", why, seconds or self._grace or None))]
 
     def _give(self, notice: Notice) -> list[RankAction]:
-        if self._stop is not None or (notice.id, notice.ends) in self._given:
+        if self._stop is not None or not notice.id or (notice.id, notice.ends) in self._given:
             return []
         self._given.add((notice.id, notice.ends))
         actions: list[RankAction] = [Log(f"notice from {notice}"), Give(notice)]

@@ -257,14 +257,21 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
         """
         return self._change(moves.adopt_rank_policy).policy is RoundPolicy.RANK
 
-    def drain(self, asked: Drain, slots: Collection[int], min_world_size: int) -> None:
-        """Requests a drain of ranks; for the arguments see `drains.request`.
+    def drain(
+        self, asked: Drain, slots: Collection[int], min_world_size: int, notice: Notice | None = None
+    ) -> None:
+        """Requests a drain of ranks, with a notice for all ranks; for the arguments see `drains.request`.
 
         Raises:
             drains.Refused: too few would be left.
             RendezvousConnectionError: the store is lost.
         """
-        self._change(lambda record: drains.request(record, asked, slots, min_world_size))
+
+        def with_it(record: RendezvousRecord) -> RendezvousRecord:
+            after = drains.request(record, asked, slots, min_world_size)
+            return moves.give_notice(after, notice) if notice else after
+
+        self._change(with_it)
 
     def notice(self, notice: Notice) -> None:
         """Gives all nodes a notice.

@@ -139,12 +139,15 @@ def add_drain(record: RendezvousRecord, asked: Drain) -> RendezvousRecord:
 
 
 def give_notice(record: RendezvousRecord, notice: Notice) -> RendezvousRecord:
-    """Replaces the notice. Nodes that leave at the same time, as all of a job may, share one."""
+    """Replaces the notice. Nodes that leave at the same time, as all of a job may, share one.
+
+    One without an id is not for ranks yet: it only says that a node is about to leave.
+    """
     last, taking_part = record.notice, {node.name for node in record.participants}
     leaving = [name for name in (last.leaving if last else ()) if name in taking_part]
     if record.closed or (last and last.ends):
         return record
-    shared = last.id if last and leaving and notice.leaving else notice.id
+    shared = last.id if last and last.id and leaving and notice.leaving else notice.id
     together = tuple(dict.fromkeys((*leaving, *notice.leaving)))
     return replace(record, notice=replace(notice, id=shared, leaving=together))
 

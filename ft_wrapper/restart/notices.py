@@ -111,9 +111,11 @@ class Notices:
         """
         memory = self.memory
         memory.looks = False  # before the rest is read: an agent that writes it sets this afterwards
+        notice = memory.notice
         if memory.leave_requested:
             memory.looks = True
-            raise RankDrained
+            if notice is None or notice.id in self._seen:  # otherwise all ranks save first
+                raise RankDrained
         if self._shown is not None and self._shown.ends:
             self._leave(self._shown)
         self.found = memory.notice

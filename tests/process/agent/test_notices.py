@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from agent_job import FtRun, await_that
 from support.nightly import at_night
-from test_drain import endpoint_of, ftrun
+from test_drain import ftrun
 from test_nodes import Cluster
 
 from ft_wrapper.agent.rounds import INFRASTRUCTURE
@@ -108,7 +108,7 @@ def test_a_checkpoint_that_is_asked_for_ends_nothing(tmp_path: Path, kind: str, 
         nodes = start(cluster, 2)
         await_that(lambda: bool(numbers("has done", *nodes)), *nodes)
         if way == "ftrun notice":
-            asked = ftrun("notice", endpoint_of(nodes[0]), "--within", "30", "--why", "row remapping pending")
+            asked = ftrun("notice", cluster.address, "--within", "30", "--why", "row remapping pending")
             assert asked.returncode == 0, asked.stderr
         else:
             at_rank = nodes[1].family()[-1] if "rank" in way else nodes[1].process

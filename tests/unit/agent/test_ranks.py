@@ -625,11 +625,13 @@ def test_a_drain_that_is_refused_changes_nothing() -> None:
 
 def test_sigterm_gives_a_notice_and_then_drains_this_node() -> None:
     node = Node(drain=25.0, grace=30.0).run()
-    assert node.ranks.signalled(signal.SIGTERM) == [AskNotice(Notice("", "SIGTERM", 30.0), leaves=True)]
+    announced = AskNotice(Notice("", "SIGTERM"), leaves=True, is_announced=True)
+    assert node.ranks.signalled(signal.SIGTERM) == [announced]
+    assert node.ranks.take_news(News(What.NOTICE, notice=dataclasses.replace(NOTICE, id=""))) == []
+    assert node.ranks.due() == node.now + TOGETHER
+    assert AskDrain(25.0, "SIGTERM", signal.SIGTERM, grace=30.0) in node.tick(TOGETHER)
     assert node.ranks.take_news(NOTICED) == [Give(NOTICE)]
     assert node.ranks.take_news(NOTICED) == [], "it is in each record"
-    assert node.ranks.due() == node.now + TOGETHER
-    assert AskDrain(25.0, "SIGTERM", signal.SIGTERM) in node.tick(TOGETHER)
     assert node.ranks.take_news(News(What.DRAIN, "SIGTERM", within=25.0)) == [AskToLeave(0), AskToLeave(1)]
     assert [node.succeeds(rank) for rank in (0, 1)] == [[], []]
     end = node.ranks.end()
