@@ -196,9 +196,7 @@ class CallWrapper:
 class Unwrapped(CallWrapper):
     """What the function gets with ``enabled=False``: nothing is watched or restarted."""
 
-    iteration = 0
-    faults = ()
-    notice = None
+    iteration, faults, notice = 0, (), None
 
     def __init__(self) -> None:
         own = State.from_env()

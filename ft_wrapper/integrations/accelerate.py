@@ -10,6 +10,7 @@ from ..initialize import Initialize
 from ..live.data import seed_all
 from ..state import FrozenState
 from ..wrapper import CallWrapper
+from .noticed import begins_noticed
 
 
 class ForgetAccelerate(Finalize, Initialize):
@@ -50,14 +51,18 @@ def load_newest(accelerator: Any, checkpoints: Checkpoints, **arguments: Any) ->
     return newest.step
 
 
-def begin_step(accelerator: Any, call_wrapper: CallWrapper, step: int, seed: int = 0) -> None:
+def begin_step(accelerator: Any, call_wrapper: CallWrapper, step: int, seed: int = 0) -> bool:
     """Pings, and makes the random numbers of a step depend on the seed, the step and the rank alone.
 
     Call it after the loader and before the forward pass: a loader that continues in the middle of an epoch
     draws numbers that one at its beginning drew earlier.
+
+    Returns:
+        Whether to call `save_state` at the end of this step, since all ranks see a new notice.
     """
-    call_wrapper.ping(step)
+    is_noticed = begins_noticed(call_wrapper, step)
     seed_all(seed, step, accelerator.process_index)
+    return is_noticed
 
 
 def save_state(accelerator: Any, checkpoints: Checkpoints, step: int, **arguments: Any) -> None:

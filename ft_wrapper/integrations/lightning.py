@@ -15,6 +15,7 @@ from ..exception import JobAbort
 from ..live.data import seed_all
 from ..settings import as_int
 from ..wrapper import CallWrapper
+from .noticed import begins_noticed
 
 try:
     from lightning.fabric.plugins import TorchCheckpointIO
@@ -38,7 +39,8 @@ class FT:
 
     Attributes:
         callback: for ``Trainer(callbacks=[…])``. Refuses what does not work with restarts (`JobAbort`); pings
-            and seeds at each batch, pings in evaluations, too; saves and seals.
+            and seeds at each batch, pings in evaluations, too; saves and seals, also the step at whose
+            beginning all ranks see a notice.
 
     Raises:
         JobAbort: as `Checkpoints`, or ``every`` is not a number of steps.
@@ -75,10 +77,15 @@ class FT:
         newest = self._checkpoints.newest()
         return None if newest is None else str(file_of(newest.path))
 
-    def begin_step(self, step: int) -> None:
-        """Of Fabric: pings, and seeds a step by its number and the rank. Call it after the loader."""
-        self._call_wrapper.ping(step)
+    def begin_step(self, step: int) -> bool:
+        """Of Fabric: pings, and seeds a step by its number and the rank. Call it after the loader.
+
+        Returns:
+            Whether to `save` at the end of this step, since all ranks see a new notice.
+        """
+        is_noticed = begins_noticed(self._call_wrapper, step)
         seed_all(self._seed, step, self._call_wrapper.rank)
+        return is_noticed
 
     def save(self, fabric: Any, state: dict[str, Any], step: int, loader: Any = None) -> None:
         """Of Fabric: as ``fabric.save``, with each rank's position in its loader; seals it. All ranks."""
@@ -204,6 +211,7 @@ class Callback(Checkpoint):
         self._call_wrapper, self._checkpoints = call_wrapper, checkpoints
         self._every, self._seed = every, seed
         self._step = 0  # of the newest checkpoint
+        self._noticed: int | None = None  # the step, not saved yet, at whose beginning there was a notice
         self._loaded: list[Any] | None = None  # positions of the loaders
         self._before: list[Any] = []  # the same, a batch ago
         self._sigterm: Any = None
@@ -232,7 +240,8 @@ class Callback(Checkpoint):
             )
 
     def on_train_batch_start(self, trainer: Any, _: Any, __: Any, batch_idx: int) -> None:
-        self._call_wrapper.ping(trainer.global_step)
+        if begins_noticed(self._call_wrapper, trainer.global_step):
+            self._noticed = trainer.global_step
         seed_all(self._seed, trainer.global_step, batch_idx, trainer.global_rank)  # generators are not saved
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
@@ -242,10 +251,11 @@ class Callback(Checkpoint):
 
     def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
         step = trainer.global_step
-        if step > self._step and step % self._every == 0:  # a step may have several batches
+        is_noticed = self._noticed is not None and step > self._noticed  # a step may have several batches
+        if step > self._step and (is_noticed or step % self._every == 0):
             trainer.save_checkpoint(file_of(self._checkpoints.path(step)))
             self._checkpoints.seal(step)
-            self._step = step
+            self._step, self._noticed = step, None
 
     def on_save_checkpoint(self, _: Any, __: Any, checkpoint: dict[str, Any]) -> None:
         state = checkpoint["loops"]["fit_loop"]["state_dict"]

@@ -8,6 +8,7 @@ from ..checkpoints import Checkpoints
 from ..exception import JobAbort
 from ..live.data import seed_all
 from ..wrapper import CallWrapper
+from .noticed import begins_noticed
 
 try:
     from transformers import TrainerCallback, __version__
@@ -28,7 +29,8 @@ class FT:
     Attributes:
         output_dir: for ``TrainingArguments(output_dir=…)``; each iteration has its own.
         callback: for ``Trainer(callbacks=[…])``. Refuses what does not work with restarts (`JobAbort`); pings
-            at each batch, of evaluations, too; seeds each step, alike on all ranks; seals what is saved.
+            at each batch, of evaluations, too; seeds each step, alike on all ranks; seals what is saved;
+            has a step saved at whose beginning all ranks see a notice.
 
     Raises:
         JobAbort: as `Checkpoints`.
@@ -49,6 +51,7 @@ class _Callback(TrainerCallback):
     def __init__(self, call_wrapper: CallWrapper, checkpoints: Checkpoints, output_dir: str) -> None:
         self._call_wrapper, self._checkpoints, self._output_dir = call_wrapper, checkpoints, output_dir
         self._sealed = 0
+        self._is_noticed = False
 
     def on_train_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
         is_seeded, order = args.accelerator_config.use_seedable_sampler, args.train_sampling_strategy
@@ -68,8 +71,12 @@ class _Callback(TrainerCallback):
             self._checkpoints.keep = sys.maxsize  # the best one may be any
 
     def on_step_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
-        self._call_wrapper.ping(state.global_step)
+        self._is_noticed |= begins_noticed(self._call_wrapper, state.global_step)
         seed_all(args.seed, state.global_step)  # what the loaders have drawn differs if they are new
+
+    def on_step_end(self, _: Any, __: Any, control: Any, **___: Any) -> None:
+        control.should_save |= self._is_noticed
+        self._is_noticed = False
 
     def on_prediction_step(self, *_: Any, **__: Any) -> None:
         self._call_wrapper.ping()

@@ -137,11 +137,11 @@ class Notices:
         memory = self.memory
         if memory.leave_requested:
             raise RankDrained
-        if (notice := memory.notice) is not None:
+        if memory.notice is not None or not memory.active:  # a spare may not have its notice yet
             with self.waiting:
-                has_met = read(self.store, keys.notice(memory.iteration, _MET)) is not None
-            if has_met:
-                self._end(notice)
+                why = read(self.store, keys.notice(memory.iteration, _MET))
+            if why is not None:
+                self._end(why)
 
     def _agree(self, step: int, length: float, mine: Notice | None) -> tuple[int, Notice]:
         """Agrees on the next notice of the iteration, and on the step from which on it is seen."""
@@ -161,14 +161,15 @@ class Notices:
                 self.meet(None if seconds is None else max(seconds, _MEETS_WITHIN))
         except BarrierTimeout as error:
             log.warning("leaves without waiting longer for other ranks: %s", error)
+        why = str(dataclasses.replace(notice, seconds=None))
         with self.atomic():
             # Before any rank leaves: a rank that is interrupted by that, and spares, leave, too.
-            write_text(self.store, keys.notice(self.memory.iteration, _MET), "1")
-        self._end(notice)
+            write_text(self.store, keys.notice(self.memory.iteration, _MET), why)
+        self._end(why)
 
-    def _end(self, notice: Notice) -> NoReturn:
+    def _end(self, why: str) -> NoReturn:
         self.memory.leave_requested = True  # so that the agent does not count it as lost
-        raise RankDrained(f"all ranks leave: {notice}")
+        raise RankDrained(f"all ranks leave: {why}")
 
 
 # Signals ----------------------------------------------------------------------------------------------------

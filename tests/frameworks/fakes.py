@@ -32,6 +32,7 @@ class FakeCall:
 
     rank = 0
     state = SimpleNamespace(active_rank=0)
+    notice = None
 
     def __init__(self) -> None:
         self.pings = 0

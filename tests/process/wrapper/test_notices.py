@@ -220,7 +220,7 @@ def test_all_see_it_at_the_same_step_and_leave_behind_it(job: Job, tmp_path: Pat
     assert seen == [seen[0]] * 3 and [notice for _, _, notice in seen[0]] == [["a", False], ["a", True]]
     saved = of(job, "saved")
     assert saved == [saved[0]] * 3 and len(saved[0]) == 1, "once, though the notice has changed since"
-    assert job[0].text.startswith("all ranks leave: node 3: SIGTERM, ")
+    assert job[0].text == "all ranks leave: node 3: SIGTERM; the job ends"
     assert "notice: node 3: SIGTERM, 60 s left" in job[0].log
 
 
@@ -305,31 +305,50 @@ def test_drawn_notices(template: Template, tmp_path: Path, seed: int) -> None:
     """A job that ends by a notice, and a job that goes on from its checkpoint."""
     draw = random.Random(seed)
     active, is_live, length = draw.randint(2, 4), draw.random() < 0.6, draw.choice([0.0, 0.005, 0.02])
-    spares, victim, order = draw.randint(0, 1), draw.randrange(active), draw.choice(["", "die", "raise"])
-    killed = [victim] if order == "die" else []
+    spares, victim, order = (
+        draw.randint(0, 1),
+        draw.randrange(active),
+        draw.choice(["", "die", "raise", "kill"]),
+    )
     first, second = tmp_path / "first", tmp_path / "second"
     for folder in (first, second):
         folder.mkdir()
     with running(template, first) as job:
-        job.start(
-            active + spares, trains, str(tmp_path), is_live, active, length, orders={str(victim): [order]}
-        )
+        orders = {str(victim): [order.replace("kill", "")]}
+        job.start(active + spares, trains, str(tmp_path), is_live, active, length, orders=orders)
         job.expect("in", *range(active))
         time.sleep(draw.random() * 0.3)  # any moment: nothing waits for it
         for notice in draw.choice([(ENDS,), (ANNOUNCED, ENDS)]):
             for slot in draw.sample(range(active + spares), active + spares):
                 give(job, notice, slot)
                 time.sleep(draw.random() * 0.05)
+        if order == "kill":
+            time.sleep(draw.random() * 0.1)
+            with contextlib.suppress(ProcessLookupError):
+                job.send_signal(victim, signal.SIGKILL)
+        job.wait_for_end(leftovers=False)
+        killed = [slot for slot in job.ranks if job[slot].code == -signal.SIGKILL]
+        assert (
+            killed == [victim]
+            if order == "die"
+            else set(killed) <= {victim}
+            if order == "kill"
+            else not killed
+        )
         await_leaving(job, *killed)
-        left = [slot for slot in job.ranks if slot not in killed and job[slot].said("saved")]
+        left = [slot for slot in job.ranks if slot not in killed]
         seen, saved = of(job, "seen", *left), of(job, "saved", *left)
-        last = max(iteration for one in saved for iteration, _, _ in one)
-    active += min(spares, len(killed)) - len(killed)
-    assert len(left) == active
-    in_last = [[one for one in each if one[0] == last] for each in seen]
-    assert in_last == [in_last[0]] * active, "seen at the same step"
-    assert [one for one in saved if len(one) != 1] == [] and len({one[0] for one in saved}) == 1
-    step = saved[0][0][1]
+    last = max(saves[-1][0] for saves in saved if saves)
+    for said in (seen, saved):
+        in_last = [[one for one in each if one[0] == last] for each in said]
+        taking_part = [each for each in in_last if each]
+        assert taking_part == [taking_part[0]] * len(taking_part), "at the same step"
+        is_late = order == "kill" and bool(killed) and last == 0  # killed when all had met
+        expected = active - is_late if is_late else active + min(spares, len(killed)) - len(killed)
+        assert len(taking_part) == expected
+    assert order == "kill" or all(len(saves) <= 1 for saves in saved), "once"
+    assert all(len({iteration for iteration, _, _ in saves}) == len(saves) for saves in saved)
+    step = next(saves[-1][1] for saves in saved if saves)
     with running(template, second) as job:
         job.start(active, trains, str(tmp_path), is_live, active, last=step + 5)
         job.wait_for_end(leftovers=False)

@@ -1,0 +1,290 @@
+"""How ranks agree on the step at which they see a notice, and what signals do in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from ft_wrapper.exception import RankDrained
+from ft_wrapper.monitor.shared_memory import RankMemory
+from ft_wrapper.protocol import keys
+from ft_wrapper.protocol.notice import GRACE_ENV, Notice, step_to_see
+from ft_wrapper.restart.notices import Notices, hearing_signals
+from ft_wrapper.store.secret import AGENT_ENV
+from ft_wrapper.testing import FakeStore
+
+ONE, OTHER = Notice("node 1", "SIGTERM", 60.0, "a"), Notice("node 2", "maintenance", id="b")
+
+
+@pytest.mark.parametrize(("length", "step"), [(10.0, 102), (0.25, 102), (0.2, 103), (0.01, 150)])
+def test_the_step_is_half_a_second_ahead_and_at_least_two(length: float, step: int) -> None:
+    assert step_to_see(100, length) == step
+    assert step_to_see(100, 0.0) > 100_000
+
+
+class Process:
+    """A rank that begins its steps at once."""
+
+    def __init__(self, store: FakeStore) -> None:
+        self.memory = RankMemory()
+        self.memory.enter_iteration(3)
+        self.meetings: list[float | None] = []
+        nothing = contextlib.nullcontext()
+        self.notices = Notices(self.memory, store, nothing, contextlib.nullcontext, self.meetings.append)
+        self.ping = self.memory.make_ping(look=self.notices.look)[0]
+
+    def seen(self) -> str | None:
+        now = self.notices.current
+        return None if now is None else now.id
+
+    def long_step(self, step: int) -> None:
+        """A step that has taken ten seconds when the next one begins."""
+        self.ping(step)
+        self.memory.step_stamp -= 10.0
+
+
+@pytest.fixture
+def store() -> FakeStore:
+    return FakeStore()
+
+
+@pytest.fixture
+def ranks(store: FakeStore) -> Iterator[list[Process]]:
+    made = [Process(store.clone()) for _ in range(3)]
+    yield made
+    for one in made:
+        one.memory.close()
+
+
+def test_the_first_that_knows_of_it_says_where_all_see_it(ranks: list[Process], store: FakeStore) -> None:
+    first, second, late = ranks
+    for one in ranks:
+        one.long_step(10)
+    first.memory.give(ONE)
+    first.long_step(11)
+    assert store.get(keys.notice(3, 0)).startswith(b"13 ")
+    second.long_step(11)
+    second.memory.give(ONE)
+    for step in (12, 13):
+        assert [first.seen(), second.seen()] == [None, None]
+        for one in (first, second):
+            one.long_step(step)
+    assert [first.seen(), second.seen()] == ["a", "a"]
+    assert not first.memory.looks and not second.memory.looks
+    for step in (11, 12, 13, 14):
+        late.long_step(step)
+    late.memory.give(ONE)
+    late.long_step(15)
+    assert late.seen() == "a", "it is past the step"
+    assert late.notices.current is not None and 59 < (late.notices.current.seconds or 0) < 60
+
+
+def test_two_notices_come_in_the_same_order_on_all_ranks(ranks: list[Process]) -> None:
+    first, second, _ = ranks
+    shown: list[list[Any]] = [[], []]
+    first.memory.give(ONE)
+    second.memory.give(OTHER)  # the first one was overwritten there
+    for step in range(10):
+        for one, said in zip((first, second), shown, strict=True):
+            one.long_step(step)
+            said.append(one.seen())
+        if step == 4:
+            first.memory.give(OTHER)
+    assert shown[0] == shown[1] and [*dict.fromkeys(shown[0])] == [None, "a", "b"]
+
+
+def test_without_steps_it_is_seen_at_once(ranks: list[Process]) -> None:
+    one = ranks[0]
+    one.memory.give(ONE)
+    one.ping()
+    assert one.seen() == "a"
+    one.ping(0)
+    assert one.seen() is None, "now all ranks can agree"
+
+
+def test_with_a_live_state_it_waits_for_that(ranks: list[Process], store: FakeStore) -> None:
+    one = ranks[0]
+    one.notices.rides = True
+    one.memory.give(ONE)
+    assert one.seen() is None
+    for step in range(9):
+        one.long_step(step)
+    assert one.seen() is None and not one.memory.looks and store.num_keys() == 0
+    assert one.notices.new({}) is not None and one.notices.new({"a": False}) is None
+    one.memory.give(dataclasses.replace(ONE, ends=True))
+    one.long_step(9)
+    assert one.notices.new({"a": False}) is not None and one.notices.new({"a": True}) is None
+
+
+def test_the_ranks_meet_at_the_step_behind_it_before_they_leave(ranks: list[Process]) -> None:
+    one, other, spare = ranks
+    spare.memory.active = False
+    for each in (one, other):
+        each.memory.active = True
+        each.memory.give(dataclasses.replace(ONE, ends=True))  # the spare does not know of it yet
+    for step in range(4):
+        one.long_step(step)
+    assert one.seen() == "a" and not one.meetings and not one.memory.leave_requested
+    other.notices.leave_if_over()  # not yet: a fault has come between
+    with pytest.raises(RankDrained, match="all ranks leave: node 1: SIGTERM; the job ends"):
+        one.ping(4)
+    assert 59 < (one.meetings[0] or 0) < 60
+    for each in (other, spare):
+        assert not each.memory.leave_requested
+        with pytest.raises(RankDrained):
+            each.notices.leave_if_over()
+    assert [each.memory.leave_requested for each in ranks] == [True] * 3
+
+
+def test_the_next_iteration_begins_anew(ranks: list[Process]) -> None:
+    one = ranks[0]
+    one.memory.give(ONE)
+    for step in range(4):
+        one.long_step(step)
+    one.memory.enter_iteration(4)
+    one.notices.enter()
+    assert one.memory.looks and one.seen() == "a"
+    one.long_step(0)
+    assert one.seen() is None
+    for step in range(1, 4):
+        one.long_step(step)
+    assert one.seen() == "a"
+
+
+def test_what_an_agent_asks_for_meanwhile_is_not_lost(ranks: list[Process]) -> None:
+    """A rank that looks has said first that it need not look any longer."""
+    memory = ranks[0].memory
+    ranks[0].long_step(0)
+    memory.give(ONE)
+    ranks[0].notices.atomic = lambda: contextlib.nullcontext(memory.ask_to_leave())
+    ranks[0].long_step(1)
+    with pytest.raises(RankDrained, match="was drained"):
+        ranks[0].long_step(2)
+    with pytest.raises(RankDrained):
+        ranks[0].long_step(2)
+
+
+# ---- signals
+
+
+@pytest.fixture
+def memory() -> Iterator[RankMemory]:
+    memory = RankMemory()
+    memory.rank = 2
+    with contextlib.closing(memory):
+        yield memory
+
+
+@pytest.fixture(autouse=True)
+def no_handlers() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)}
+    for number in before:
+        signal.signal(number, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN])
+def test_sigusr1_without_an_agent_is_a_notice_of_this_rank(
+    memory: RankMemory, monkeypatch: pytest.MonkeyPatch, before: Any
+) -> None:
+    monkeypatch.delenv(AGENT_ENV, raising=False)
+    monkeypatch.setenv(GRACE_ENV, "30")
+    signal.signal(signal.SIGUSR1, before)
+    with hearing_signals(memory):
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        for number, age in (("1", 0.0), ("1", 0.0), ("2", 6.0)):
+            memory.notice_stamp -= age
+            signal.raise_signal(signal.SIGUSR1)
+            notice = memory.notice
+            assert notice is not None and notice.id == number and memory.looks
+            assert (notice.who, notice.why) == ("rank 2", "SIGUSR1") and 29 < (notice.seconds or 0) <= 30
+    assert signal.getsignal(signal.SIGUSR1) is before
+
+
+def test_handlers_of_the_users_stay(memory: RankMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(AGENT_ENV, f"ftrun-{os.getppid()}-x")
+    monkeypatch.setenv(GRACE_ENV, "30")
+    heard: list[int] = []
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        signal.signal(number, lambda signum, frame: heard.append(signum))
+    with hearing_signals(memory):
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            signal.raise_signal(number)
+    assert heard == [signal.SIGUSR1, signal.SIGTERM] and memory.notice is None
+
+
+def forked(body: Callable[[], None]) -> int:
+    """A child process that has this one as its agent."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.environ |= {AGENT_ENV: f"ftrun-{os.getppid()}-x", GRACE_ENV: "30"}
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
+            signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+            body()
+        finally:
+            os._exit(1)
+    return pid
+
+
+def ended_by(pid: int) -> int:
+    """The signal that ends a process."""
+    _, status = os.waitpid(pid, 0)
+    assert os.WIFSIGNALED(status), os.waitstatus_to_exitcode(status)
+    return os.WTERMSIG(status)
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_sigusr1_goes_to_the_agent_unless_there_is_a_notice(memory: RankMemory, is_known: bool) -> None:
+    def body() -> None:
+        if is_known:
+            memory.give(ONE)
+        with hearing_signals(memory):
+            signal.raise_signal(signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    signal.signal(signal.SIGUSR1, lambda signum, frame: None)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    try:
+        assert ended_by(forked(body)) == signal.SIGKILL
+        heard = signal.sigtimedwait({signal.SIGUSR1}, 0.0)  # the child has sent it before its end
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    assert (heard is None) == is_known
+    assert memory.notice is None or is_known
+
+
+def test_an_agent_that_does_not_expect_sigusr1_is_spared(memory: RankMemory) -> None:
+    def body() -> None:
+        with hearing_signals(memory):
+            signal.raise_signal(signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert ended_by(forked(body)) == signal.SIGKILL
+    assert memory.notice is not None and memory.notice.id == "1"
+
+
+def test_sigterm_is_left_to_the_agent(memory: RankMemory) -> None:
+    """It ends the function's children, and a rank that its agent or its monitor ends."""
+
+    def body() -> None:
+        with hearing_signals(memory):
+            signal.raise_signal(signal.SIGTERM)
+            child = os.fork()
+            if child == 0:
+                signal.raise_signal(signal.SIGTERM)
+                os._exit(1)
+            assert ended_by(child) == signal.SIGTERM
+            memory.end_requested = True
+            signal.raise_signal(signal.SIGTERM)
+
+    assert ended_by(forked(body)) == signal.SIGTERM
+    assert memory.end_requested
