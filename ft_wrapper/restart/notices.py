@@ -57,18 +57,16 @@ class Notices:
     atomic: Callable[[], contextlib.AbstractContextManager[Any]]
     meet: Callable[[float | None], None]
 
-    def __post_init__(self) -> None:
-        self.enter()
-
     def enter(self) -> None:
         """Begins an iteration: in it, all notices are new."""
         self.found: Notice | None = None
-        self.rides = False
+        self.rides, self.memory.looks = False, True
         self._shown: Notice | None = None
         self._due: tuple[int, Notice] | None = None  # from which step on it is seen
-        self._seen: dict[str, bool] = {}
-        self._count = 0
-        self.memory.looks = True
+        self._seen, self._count = dict[str, bool](), 0
+
+    def __post_init__(self) -> None:
+        self.enter()
 
     @property
     def current(self) -> Notice | None:

@@ -12,6 +12,8 @@ import pytest
 
 from ft_wrapper import Wrapper
 from ft_wrapper.integrations import accelerate
+from ft_wrapper.integrations.noticed import begins_noticed
+from ft_wrapper.protocol.notice import Notice
 from ft_wrapper.state import FrozenState
 
 
@@ -59,3 +61,43 @@ def test_accelerate_that_is_not_imported_is_not_missed(monkeypatch: pytest.Monke
     forget = accelerate.ForgetAccelerate()
     assert forget(state) is state
     Wrapper(finalize=forget, initialize=forget)
+
+
+class Noticed:
+    """In the place of a `CallWrapper`: all ranks see a notice from step 3 on."""
+
+    rank = 0
+    services: Any = types.SimpleNamespace()
+
+    def __init__(self) -> None:
+        self.notice: Notice | None = Notice("rank 0", "SIGUSR1", id="early")  # not agreed on yet
+
+    def ping(self, step: int | None = None) -> None:
+        if step is not None:
+            self.notice = Notice("node 1", "SIGTERM", id="a", ends=step > 4) if step >= 3 else None
+
+
+def test_the_step_at_whose_beginning_a_notice_is_seen() -> None:
+    call: Any = Noticed()
+    assert [step for step in range(7) if begins_noticed(call, step)] == [3]
+    accelerator: Any = types.SimpleNamespace(process_index=0)
+    call = Noticed()
+    assert [step for step in range(7) if accelerate.begin_step(accelerator, call, step)] == [3]
+
+
+def test_the_trainers_callback_has_that_step_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for transformers."""
+    fake: Any = types.ModuleType("transformers")
+    fake.__version__, fake.TrainerCallback = "5.0.0", object
+    monkeypatch.setitem(sys.modules, "transformers", fake)
+    name = "ft_wrapper.integrations.transformers"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    callback = importlib.import_module(name)._Callback(Noticed(), None, "out")
+    saved = []
+    for step in range(7):
+        state, control = types.SimpleNamespace(global_step=step), types.SimpleNamespace(should_save=step == 6)
+        callback.on_step_begin(types.SimpleNamespace(seed=0), state, control)
+        callback.on_step_end(None, state, control)
+        saved += [step] * control.should_save
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    assert saved == [3, 6]

@@ -58,7 +58,7 @@ ON_EVERY_STORE = (
 ON_STATE = "from_env freeze set_distributed_vars advance copy_from sync_with_global_iteration"
 ON_CALL_WRAPPER = (
     "iteration ping step atomic disable_hang_protection state store faults device rank world_size is_spare "
-    "process_group"
+    "process_group notice"
 )
 
 

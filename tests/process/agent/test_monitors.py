@@ -198,6 +198,11 @@ def test_one_that_has_died_was_to_leave(monitors: MonitorService, start: Start, 
     rank = start()
     member = join(rank, store, 0)
     assert not monitors.ask_to_leave(rank.pid), "it has no step to leave at"
+    ((memory, _),) = monitors.ranks()
+    assert memory is not None and not memory.end_requested
+    for pid in (rank.pid, -1):  # not every process has a memory
+        monitors.end(pid)
+    assert memory.end_requested
     rank.kill()
     await_death(store, member)
     await_level(threads, idle)

@@ -372,6 +372,7 @@ WRONG: list[tuple[str, Any, dict[str, Any]]] = [
     ("mesh=3", build, {"mesh": 3}),
     ("name='a/b'", build, {"name": "a/b"}),
     ("restore=7 must be callable", build, {"restore": 7}),
+    ("on_notice=7 must be callable", build, {"on_notice": 7}),
     ("it must return a dict such as", lambda: nn.Linear(1, 1), {}),
     ("'step' is int, without state_dict or load_state_dict", lambda: {"step": 3}, {}),
     ("'m' is a DistributedDataParallel", lambda: {"m": DistributedDataParallel(nn.Linear(1, 1))}, {}),

@@ -34,6 +34,7 @@ def uses_all_of_it(rank: Rank) -> list[Any]:
         store, state = call_wrapper.store, call_wrapper.state
         store.set(f"from {state.rank}", "here")
         heard = store.get(f"from {1 - (state.active_rank or 0)}")
+        assert call_wrapper.notice is None
         told = [call_wrapper.iteration, call_wrapper.faults, call_wrapper.device.type, heard.decode()]
         dist.barrier()
         dist.destroy_process_group()

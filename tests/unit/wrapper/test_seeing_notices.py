@@ -8,11 +8,13 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from ft_wrapper.exception import RankDrained
 from ft_wrapper.monitor.shared_memory import RankMemory
+from ft_wrapper.monitor.watch import RankMonitor
 from ft_wrapper.protocol import keys
 from ft_wrapper.protocol.notice import GRACE_ENV, Notice, step_to_see
 from ft_wrapper.restart.notices import Notices, hearing_signals
@@ -288,3 +290,23 @@ def test_sigterm_is_left_to_the_agent(memory: RankMemory) -> None:
 
     assert ended_by(forked(body)) == signal.SIGTERM
     assert memory.end_requested
+
+
+def test_a_rank_that_its_monitor_ends_does_not_ignore_that(memory: RankMemory) -> None:
+    here, there = os.pipe()
+
+    def body() -> None:
+        with hearing_signals(memory):
+            os.close(there)
+            while True:
+                signal.pause()
+
+    pid = forked(body)
+    os.close(there)
+    os.read(here, 1)  # until the child has its handlers
+    os.close(here)
+    pidfd = os.pidfd_open(pid)
+    monitor = mock.Mock(memory=memory, pid=pid, limits=mock.Mock(termination_grace_time=5.0))
+    RankMonitor._end_rank(monitor, pidfd, "made no progress")
+    os.close(pidfd)
+    assert ended_by(pid) == signal.SIGTERM
