@@ -439,7 +439,7 @@ class Loop:
     def _ask_notice(self, asked: ranks.AskNotice) -> None:
         """Has all nodes pass a notice on; if they cannot be asked, this node's ranks get it all the same."""
         notice = self._named(asked.notice)
-        if asked.is_announced:
+        if asked.leaves and not notice.ends:
             self._nodes.notice(dataclasses.replace(notice, id=""), leaves=asked.leaves)
         elif refused := self._nodes.notice(notice, leaves=asked.leaves):
             log.warning("%s: only the ranks of this node get a notice: %s", notice.why, refused)

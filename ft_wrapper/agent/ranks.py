@@ -138,13 +138,12 @@ class AskNotice(RankAction):
 
     Args:
         notice: the notice. The caller puts this node's name and a unique id into it.
-        leaves: whether this node is about to end.
-        is_announced: whether that is all that the other nodes learn: ranks do not get the notice yet.
+        leaves: whether this node is about to end. Until the job ends, the other nodes learn only this, and
+            ranks get no notice yet.
     """
 
     notice: Notice
     leaves: bool = False
-    is_announced: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -442,7 +441,7 @@ class Ranks:
             if not self._grace:
                 return [asked]
             self._drain_at = self._clock() + min(TOGETHER, within / 2), asked
-            return [AskNotice(Notice("", name), leaves=True, is_announced=True)]
+            return [AskNotice(Notice("", name), leaves=True)]
         self._drain_at = None
         line = Log(f"{name}: forwarded to {self.names()}")
         if self._outcome.signum is not None:

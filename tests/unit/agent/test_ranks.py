@@ -625,7 +625,7 @@ def test_a_drain_that_is_refused_changes_nothing() -> None:
 
 def test_sigterm_gives_a_notice_and_then_drains_this_node() -> None:
     node = Node(drain=25.0, grace=30.0).run()
-    announced = AskNotice(Notice("", "SIGTERM"), leaves=True, is_announced=True)
+    announced = AskNotice(Notice("", "SIGTERM"), leaves=True)
     assert node.ranks.signalled(signal.SIGTERM) == [announced]
     assert node.ranks.take_news(News(What.NOTICE, notice=dataclasses.replace(NOTICE, id=""))) == []
     assert node.ranks.due() == node.now + TOGETHER
