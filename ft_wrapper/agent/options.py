@@ -32,6 +32,7 @@ from .._text import without_secrets
 from ..log_lines import FORMAT_ENV, FORMATS, TEXT
 from ..protocol.notice import GRACE_ENV
 from ..rendezvous.backends import DEFAULT_PORT
+from ..rendezvous.node_ids import NODE_ID_ENV
 from ..rendezvous.settings import ETCD_NAMES, NAME, read_parameters, unknown_options
 from ..settings import LONGEST
 from ..store import secret
@@ -142,6 +143,8 @@ OWN_OPTIONS = {
     "--spare-nodes K": "how many nodes beyond --nnodes take part, for hot spares (default: 0)",
     "--node-id ID": "which node this is; restarted with the same id it takes its old place (default: "
     "--node-rank, else the number that SLURM or Kubernetes gave it, else a new one)",
+    "--supervise": "start this node's ftrun again if a signal kills it, twice within ten minutes at most; it "
+    "takes its old place",
     "--node-check CMD": "a shell command that must exit with 0 before this node takes a seat; otherwise the "
     "node is kept out and tries again; the last line of the command's output is the reason",
     "--node-check-timeout SECONDS": f"how long the command may take (default: {TIMEOUT:g})",
@@ -573,6 +576,9 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
         print(f"ftrun: error: PET_* of an option without a value must be 0 or 1: {error}", file=sys.stderr)
         sys.exit(2)
     args = parser.read(argv)
+    if args.supervise:  # the command has taken it
+        parser.error("--supervise: main runs the job in this process; use the command ftrun")
+    args.supervised_id = os.environ.pop(NODE_ID_ENV, None)
     args.rdzv_id = args.rdzv_id or DEFAULT_RDZV_ID  # torchrun's static rendezvous needs no name
     _warn_of_what_has_no_effect(parser, args)
     _warn_of_ranks(parser, args)
@@ -917,6 +923,8 @@ def _config(parser: Parser, args: argparse.Namespace, backend: str, nproc: int) 
             parser.warn(f"--rdzv-conf {key}={config[key]}: no effect: {option} says {value}")
         if value is not None:
             config[key] = value
+    if args.supervised_id:
+        config.setdefault("node_id", args.supervised_id)
     if rank and backend == NAME and (args.rdzv_backend == STATIC or not args.rdzv_endpoint):
         # As in torch's static rendezvous, whatever the name of the endpoint leads to: a proxy, a service.
         config.setdefault("is_host", str(rank == "0").lower())

@@ -26,7 +26,8 @@ from ..store.plan import ANNOUNCED
 from ..torch_groups.device import DEVICES_ENV
 from .outputs import RankFiles, count_kernel_kills
 from .rounds import Round
-from .signals import NOTICES
+from .signals import NOTICES, prctl
+from .signals import die_with as die_with
 
 INCARNATION_ENV = "FT_WRAPPER_INCARNATION"
 TIMER_FILE_ENV = "TORCHELASTIC_TIMER_FILE"
@@ -34,10 +35,7 @@ _CPP_LOG_LEVEL_ENV = "TORCH_CPP_LOG_LEVEL"  # torch's: read once, when it is imp
 #: In an argument it stands for the local rank. It alone is substituted, so that a shell's ``$$`` stays.
 LOCAL_RANK = "${local_rank}"
 
-_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-# Looked up before any fork: between fork and exec that would not be safe.
-_prctl = ctypes.CDLL(None, use_errno=True).prctl
 
 
 # What a rank runs, and finds -------------------------------------------------------------------------------
@@ -270,20 +268,6 @@ def start(
     )
 
 
-def die_with(parent: int, ignored: Sequence[int] = ()) -> None:
-    """This process is killed when its parent dies, even while it holds the GIL; at once if it has died.
-
-    Args:
-        parent: the process that is our parent, if it lives.
-        ignored: signals that this process ignores.
-    """
-    for signum in ignored:
-        signal.signal(signum, signal.SIG_IGN)
-    _prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
 # Orphans ---------------------------------------------------------------------------------------------------
 
 
@@ -338,5 +322,5 @@ def adopted() -> Iterator[Callable[[Collection[int]], None]]:
 
 
 def _set_subreaper(on: bool) -> None:
-    if _prctl(_PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0) != 0:
+    if prctl(_PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")

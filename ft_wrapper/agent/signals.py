@@ -1,9 +1,15 @@
-"""The signals that an agent gets: queued for its loop, or raised in code that cannot look at a queue."""
+"""The signals that an agent gets: queued for its loop, or raised in code that cannot look at a queue.
 
+A process of ours also gets one from the kernel when its parent dies: `die_with`.
+"""
+
+import ctypes
+import os
 import signal
 import socket
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TypeVar
 
@@ -16,8 +22,16 @@ T = TypeVar("T")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 #: Handed to the ranks that have a handler; they end nothing. Schedulers send them ahead of a job's end.
 NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
+#: As what a supervisor forwards each of them to its agent: a sender may signal every process, as SLURM does,
+#: and then the agent has that signal already. So it counts both, and the larger count counts.
+FORWARDED: dict[int, int] = {signum: signal.SIGRTMIN + signum for signum in (*SIGNALS, *NOTICES)}
+_ORIGINAL = {forwarded: signum for signum, forwarded in FORWARDED.items()}
 #: Seconds from the signal that ends ranks to SIGKILL, by default.
 SHUTDOWN_TIMEOUT = 5.0
+
+_PR_SET_PDEATHSIG = 1
+# Looked up before any fork: between fork and exec that would not be safe.
+prctl = ctypes.CDLL(None, use_errno=True).prctl
 
 
 class Signalled(BaseException):
@@ -46,11 +60,15 @@ class SignalQueue:
         self.ending = frozenset(ending)
         self._signals = frozenset(signals)
         self._raises = False
+        self._got: Counter[tuple[int, bool]] = Counter()
 
     def read(self, flags: int = 0) -> list[int]:
         """Takes out what arrived since the last call; ``MSG_PEEK`` leaves it there. Does not block."""
         with suppress(BlockingIOError):
-            return [signum for signum in self.fd.recv(4096, flags) if signum in self._signals]
+            got, arrived = self._got.copy() if flags else self._got, self.fd.recv(4096, flags)
+            return [
+                original(each) for each in arrived if original(each) in self._signals and _is_new(each, got)
+            ]
         return []
 
     @contextmanager
@@ -85,9 +103,21 @@ class SignalQueue:
 
     def note(self, signum: int, frame: types.FrameType | None) -> None:
         """The handler. The wakeup fd has got the number already."""
-        if self._raises and signum in self.ending:
+        if self._raises and original(signum) in self.ending:
             self._raises = False
-            raise Signalled(signum)
+            raise Signalled(original(signum))
+
+
+def original(signum: int) -> int:
+    """The signal that a supervisor has forwarded as this one; itself if it is none of `FORWARDED`."""
+    return _ORIGINAL.get(signum, signum)
+
+
+def _is_new(signum: int, got: Counter[tuple[int, bool]]) -> bool:
+    """Counts an arrival; false if the same signal has come the other way, directly or forwarded, before."""
+    key = original(signum)
+    got[key, signum != key] += 1
+    return got[key, signum != key] > got[key, signum == key]
 
 
 @contextmanager
@@ -111,7 +141,7 @@ def queued(ending: Iterable[signal.Signals]) -> Iterator[SignalQueue]:
         cleanup.callback(
             signal.set_wakeup_fd, signal.set_wakeup_fd(write_end.fileno(), warn_on_full_buffer=False)
         )
-        for signum in taken:
+        for signum in (*taken, *(FORWARDED[each] for each in taken if each in FORWARDED)):
             previous = signal.signal(signum, queue.note)
             cleanup.callback(signal.signal, signum, signal.SIG_DFL if previous is None else previous)
         yield queue
@@ -122,6 +152,7 @@ def handle_notices(handler: Callable[[int, types.FrameType | None], object] | si
     for signum in NOTICES:
         if signal.getsignal(signum) is not signal.SIG_IGN:
             signal.signal(signum, handler)
+            signal.signal(FORWARDED[signum], handler)
 
 
 def signal_name(signum: int) -> str:
@@ -130,3 +161,17 @@ def signal_name(signum: int) -> str:
         return signal.Signals(signum).name
     except ValueError:
         return f"signal {signum}"
+
+
+def die_with(parent: int, ignored: Sequence[int] = ()) -> None:
+    """This process is killed when its parent dies, even while it holds the GIL; at once if it has died.
+
+    Args:
+        parent: the process that is our parent, if it lives.
+        ignored: signals that this process ignores.
+    """
+    for signum in ignored:
+        signal.signal(signum, signal.SIG_IGN)
+    prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)

@@ -31,6 +31,7 @@ from ..store.address import ANNOUNCED, ENDPOINT, canonical, members_of
 from ..store.bounded import call_in_thread
 from .local import jobs_here
 from .status import Status
+from .supervise import supervise, supervised_arguments
 
 #: The commands of ``ftrun``, and where they are. A script of such a name is started as ``./status``.
 COMMANDS = {
@@ -83,6 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"ftrun: error: {name}: no such command or file; did you mean {meant[0]!r}?", file=sys.stderr)
         return 2
     level = level_of_ftrun()  # before torch's elastic package fails
+    if argv is None and (supervised := supervised_arguments(words)):
+        return supervise(supervised)
     from .run import start_job
 
     return start_job(words, level)

@@ -16,6 +16,7 @@ from ..store.bounded import in_background
 from . import drains, moves, operations
 from .backends import Backend, WorkerStores, make_backend
 from .executor import Executor, await_predecessor
+from .node_ids import new_node_id
 from .presence import Presence
 from .record import Drain, Node, RendezvousRecord, RoundPolicy
 from .register import (
@@ -31,7 +32,6 @@ from .settings import (
     ETCD_NAMES,
     Identity,
     RendezvousSettings,
-    new_node_id,
     parameters_from_url,
     read_parameters,
 )

@@ -2,10 +2,7 @@
 
 import dataclasses
 import difflib
-import os
 import re
-import socket
-import uuid
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -15,6 +12,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from .._text import without_secrets
 from ..settings import as_int, as_seconds
 from ..store import address as addresses
+from .node_ids import node_id_from_environment
 
 N = TypeVar("N", int, float)
 
@@ -241,22 +239,6 @@ def parameters_from_url(url: str) -> RendezvousParameters:
     if "timeout" in config:  # a user wrote this URL, while torchrun's own timeout is ignored
         config.setdefault("join_timeout", config.pop("timeout"))
     return RendezvousParameters(parts.scheme, parts.netloc, run_id, sizes[0], sizes[1], local_addr, **config)
-
-
-def node_id_from_environment(environment: Mapping[str, str] = os.environ) -> str | None:
-    """The number that a cluster manager gave this node; None without a cluster manager.
-
-    It is SLURM's process number, within a job step only (that of a batch script is always 0), or the
-    completion index of a Kubernetes Job. Not tried on such clusters.
-    """
-    if "SLURM_STEP_ID" in environment and "SLURM_PROCID" in environment:
-        return environment["SLURM_PROCID"]
-    return environment.get("JOB_COMPLETION_INDEX")
-
-
-def new_node_id() -> str:
-    """An id that no other node has."""
-    return f"{re.sub(r'[^A-Za-z0-9_.-]', '-', socket.gethostname())}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
 
 
 def _given(parameters: RendezvousParameters) -> dict[str, Any]:

@@ -9,11 +9,11 @@ import pytest
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
 
 from ft_wrapper.rendezvous.backends import TcpBackend
+from ft_wrapper.rendezvous.node_ids import node_id_from_environment
 from ft_wrapper.rendezvous.settings import (
     Identity,
     RendezvousSettings,
     etcd_address,
-    node_id_from_environment,
     parameters_from_url,
     read_parameters,
     read_timeout,
