@@ -94,13 +94,13 @@ class Cluster:
         before: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
     ) -> FtRun:
-        """Starts a node; the first one hosts the rendezvous store, unless the test does."""
+        """Starts a node, with this id or none; the first one hosts the store, unless the test does."""
         self._count += 1
         node = FtRun(
             self.folder / f"node{node_id}.{self._count}",
             *self._options,
             *("--rdzv-endpoint", self._endpoint or "localhost:0", "--rdzv-conf", self._conf),
-            *("--node-id", node_id),
+            *(("--node-id", node_id) if node_id else ()),
             *options,
             str(self.script),
             str(self.shared),
