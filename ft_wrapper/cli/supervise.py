@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 
 from ..agent.signals import FORWARDED, SIGNALS, SignalQueue, die_with, original, queued, signal_name
+from ..log_lines import install
 from ..rendezvous.node_ids import NODE_ID_ENV, new_node_id, node_id_from_environment
 
 # The name of the public module.
@@ -55,6 +56,7 @@ def supervise(arguments: Sequence[str]) -> int:
     Returns:
         The exit code of the last agent; 128 and the number of the signal if one has killed it.
     """
+    install()  # as an agent's are with FT_WRAPPER_LOG_FORMAT alone: its options are not known here
     command = [sys.executable, *sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1], *arguments]
     pid, index, deaths = os.getpid(), node_id_from_environment(), list[tuple[float, str]]()
     node_id = index or new_node_id()
