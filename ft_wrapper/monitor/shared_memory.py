@@ -25,6 +25,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .._text import cut
+from ..exception import StoreError
 from ..protocol.notice import Notice
 
 _SIZE = 4096
@@ -230,7 +231,10 @@ class RankMemory(ctypes.Structure):
         text = self._notices[self._newest].value.decode()
         if not text:
             return None
-        notice = Notice.from_json(text, "notice")  # its seconds are those of the clock
+        try:
+            notice = Notice.from_json(text, "notice")  # its seconds are those of the clock
+        except StoreError:  # the agent and the rank, which has heard of it from another rank, wrote at once
+            return None
         left = None if notice.seconds is None else max(0.0, notice.seconds - time.monotonic())
         return dataclasses.replace(notice, seconds=left)
 

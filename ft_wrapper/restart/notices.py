@@ -184,7 +184,7 @@ def hearing_signals(memory: RankMemory) -> Iterator[None]:
         memory: the rank's.
     """
     pid, agent = os.getpid(), os.getppid()
-    grace = float(os.environ.get(GRACE_ENV, 0))
+    grace = float(os.environ.get(GRACE_ENV) or 0)
     has_agent = os.environ.get(AGENT_ENV, "").startswith(f"ftrun-{agent}-")
 
     def hear(signum: int, frame: object) -> None:

@@ -90,8 +90,8 @@ def test_strangers_do_not_delay_a_vote(sign: Sign) -> None:
     with Strangers() as strangers, ballots(3, sign) as made, ThreadPoolExecutor(3) as threads:
         lines = [strangers.connect(made[number % 3], KINDS[number % 5]) for number in range(200)]
         open_all(made, threads)
-        votes = [threads.submit(one.vote, (rank + 5, -rank, 7)) for rank, one in enumerate(made)]
-        assert [one.result(LIMIT) for one in votes] == [(5, -2, 7)] * 3
+        votes = [threads.submit(one.vote, (rank + 5, -rank, 7, 0)) for rank, one in enumerate(made)]
+        assert [one.result(LIMIT) for one in votes] == [(5, -2, 7, 0)] * 3
         assert all(map(is_closed, lines))
 
 

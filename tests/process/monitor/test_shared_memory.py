@@ -206,6 +206,8 @@ def test_a_notice_comes_with_the_time_that_is_left(memory: RankMemory) -> None:
         assert (read.id, read.ends) == ("a", True)
         memory.give(Notice("ftrun notice", "maintenance", id="b"))
         assert other.notice == Notice("ftrun notice", "maintenance", id="b"), "it is not known how long"
+        memory._notices[memory._newest].value = b'{"who":"ft'
+        assert other.notice is None, "two have written at once"
 
 
 @pytest.mark.parametrize("way", ["step", "ping"])
