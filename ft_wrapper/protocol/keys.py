@@ -101,6 +101,9 @@ count_entered = _of_iteration("count/entered")
 # Register, by number of the notice in n: the step at which all active ranks see it, and the notice. By
 # ``met``: all active ranks have met to leave, since the job ends.
 notice = _of_iteration("notice")
+# Log, and its count, by number of the notice: ranks that have one, each with the step at which it noted it.
+noticed = _of_iteration("noticed")
+count_noticed = _of_iteration("count/noticed")
 # Notification key: n has ended, by a fault or as done.
 wake_end = _of_iteration("wake/end")
 # Notification key: head has reached n. Its value is the likely head.

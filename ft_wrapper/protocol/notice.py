@@ -36,15 +36,15 @@ class Notice(Record):
 
 #: Environment variable of ranks: ``--notice-grace`` of their ``ftrun``, in seconds.
 GRACE_ENV = "FT_WRAPPER_NOTICE_GRACE"
-_KNOWN_WITHIN = 0.5  # seconds until the agents of all nodes have passed a notice on
+_AHEAD = 0.5  # seconds that a rank's host may be ahead of other ranks, with work that its device still does
 _LEAST = 2  # steps, since a rank may be a step ahead
 
 
 def step_to_see(step: int, length: float) -> int:
-    """The step at which all ranks can see a notice, because all of them know of it by then.
+    """The step at which all ranks can see a notice: none of them has begun it yet.
 
     Args:
-        step: the one that begins where the notice was found.
-        length: of the last step, in seconds.
+        step: the highest that a rank has begun, as far as is known.
+        length: of a step, in seconds.
     """
-    return step + max(_LEAST, math.ceil(_KNOWN_WITHIN / max(length, 1e-6)))
+    return step + max(_LEAST, math.ceil(_AHEAD / max(length, 1e-6)))

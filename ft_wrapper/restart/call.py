@@ -153,6 +153,7 @@ class Call(RestartedProcess):
         self.state = state
         self.own.memory.rank = state.rank
         self.own.memory.active = state.mode == Mode.ACTIVE
+        self.services.notices.size = state.active_world_size or 0
         state.set_distributed_vars()
         device.take_device(self.own.memory.active)
         self.services.tracker.enter(state.iteration)

@@ -1,8 +1,10 @@
 """How a rank sees notices in its call: all active ranks at the same step.
 
 An agent, or the handler of SIGUSR1 here, writes a notice into the rank's memory, at a moment of its own. So
-the ranks agree on the step at which all see it: over the vote of a `LiveState` if there is one, else over a
-key in the job's store. A function that reports no steps sees what its memory holds.
+the ranks agree on the step at which all see it: over the vote of a `LiveState` if there is one, else over
+keys in the job's store. There the last rank that gets a notice names the step. Had the first one done so, a
+rank might be past the step when it gets its notice, and would not come to a save that is collective. A
+function that reports no steps sees what its memory holds.
 
 If the job ends, the ranks meet at the next step before any of them leaves: a rank that leaves ends the
 iteration, and would interrupt another rank that still writes its checkpoint.
@@ -11,6 +13,7 @@ iteration, and would interrupt another rank that still writes its checkpoint.
 import contextlib
 import dataclasses
 import logging
+import math
 import os
 import signal
 import time
@@ -23,7 +26,7 @@ from ..monitor.signals import handled_signals
 from ..protocol import keys
 from ..protocol.entering import BarrierTimeout
 from ..protocol.notice import GRACE_ENV, Notice, step_to_see
-from ..protocol.operations import Operations, read, set_if_absent, write_text
+from ..protocol.operations import Operations, append_counted, read, read_log, set_if_absent, write_text
 from ..store.secret import AGENT_ENV
 
 log = logging.getLogger(__name__)
@@ -49,6 +52,7 @@ class Notices:
     Attributes:
         found: the newest notice in the memory, as it was when a step began.
         rides: whether a live state decides in this iteration when a notice is seen.
+        size: how many ranks are active in this iteration.
     """
 
     memory: RankMemory
@@ -64,6 +68,7 @@ class Notices:
         self._shown: Notice | None = None
         self._due: tuple[int, Notice] | None = None  # from which step on it is seen
         self._seen, self._count = dict[str, bool](), 0
+        self.size, self._is_noted = 0, False
 
     def __post_init__(self) -> None:
         self.enter()
@@ -117,9 +122,8 @@ class Notices:
         if self._shown is not None and self._shown.ends:
             self._leave(self._shown)
         self.found = memory.notice
-        while not self.rides and (self._due or self.new(self._seen)):
-            if memory.step is not None:  # otherwise it is not known yet how long a step takes
-                self._due = self._due or self._agree(step, time.monotonic() - memory.step_stamp, self.found)
+        while not self.rides and (self._due or self._is_noted or self.new(self._seen)):
+            self._due = self._due or self._agree(step)
             if self._due is None or step < self._due[0]:
                 memory.looks = True
                 return
@@ -141,14 +145,29 @@ class Notices:
             if why is not None:
                 self._end(why)
 
-    def _agree(self, step: int, length: float, mine: Notice | None) -> tuple[int, Notice]:
-        """Agrees on the next notice of the iteration, and on the step from which on it is seen."""
-        assert mine is not None
-        key = keys.notice(self.memory.iteration, self._count)
+    def _agree(self, step: int) -> tuple[int, Notice] | None:
+        """Agrees on the next notice of the iteration, and on the step from which on it is seen.
+
+        Returns:
+            Both; None until all active ranks have a notice.
+        """
+        store, memory, found = self.store, self.memory, self.found
+        which = memory.iteration, self._count
+        key, log_key = keys.notice(*which), keys.noticed(*which)
         with self.atomic():
-            said = set_if_absent(self.store, key, f"{step_to_see(step, length)} {mine.to_json()}")
-            self._count += 1
-        number, _, text = said.partition(" ")
+            if not self._is_noted and found is not None:
+                mine = f"{memory.rank} {step}"
+                count, self._is_noted = append_counted(store, log_key, mine, keys.count_noticed(*which)), True
+                # The count is a hint; the log decides.
+                if count >= self.size and len(noted := {*read_log(store, log_key)}) >= self.size:
+                    highest = max(int(entry.split()[1]) for entry in noted)
+                    length = time.monotonic() - memory.step_stamp if memory.step is not None else math.inf
+                    set_if_absent(store, key, f"{step_to_see(highest, length)} {found.to_json()}")
+            held = read(store, key)
+        if held is None:
+            return None
+        self._count, self._is_noted = self._count + 1, False
+        number, _, text = held.partition(" ")
         return int(number), Notice.from_json(text, key)
 
     def _leave(self, notice: Notice) -> None:

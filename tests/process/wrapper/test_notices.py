@@ -346,6 +346,7 @@ def test_drawn_notices(template: Template, tmp_path: Path, seed: int) -> None:
         is_late = order == "kill" and bool(killed) and last == 0  # killed when all had met
         expected = active - is_late if is_late else active + min(spares, len(killed)) - len(killed)
         assert len(taking_part) == expected
+    assert last <= bool(order), "a restart without a fault: a rank did not come to a collective save"
     assert order == "kill" or all(len(saves) <= 1 for saves in saved), "once"
     assert all(len({iteration for iteration, _, _ in saves}) == len(saves) for saves in saved)
     step = next(saves[-1][1] for saves in saved if saves)

@@ -34,12 +34,14 @@ def test_the_step_is_half_a_second_ahead_and_at_least_two(length: float, step: i
 class Process:
     """A rank that begins its steps at once."""
 
-    def __init__(self, store: FakeStore) -> None:
+    def __init__(self, store: FakeStore, rank: int, size: int) -> None:
         self.memory = RankMemory()
         self.memory.enter_iteration(3)
+        self.memory.rank = rank
         self.meetings: list[float | None] = []
         nothing = contextlib.nullcontext()
         self.notices = Notices(self.memory, store, nothing, contextlib.nullcontext, self.meetings.append)
+        self.notices.size = size
         self.ping = self.memory.make_ping(look=self.notices.look)[0]
 
     def seen(self) -> str | None:
@@ -59,47 +61,68 @@ def store() -> FakeStore:
 
 @pytest.fixture
 def ranks(store: FakeStore) -> Iterator[list[Process]]:
-    made = [Process(store.clone()) for _ in range(3)]
+    made = [Process(store.clone(), rank, 3) for rank in range(3)]
     yield made
     for one in made:
         one.memory.close()
 
 
-def test_the_first_that_knows_of_it_says_where_all_see_it(ranks: list[Process], store: FakeStore) -> None:
-    first, second, late = ranks
+def test_the_last_that_knows_of_it_says_where_all_see_it(ranks: list[Process], store: FakeStore) -> None:
+    first, second, last = ranks
     for one in ranks:
         one.long_step(10)
     first.memory.give(ONE)
-    first.long_step(11)
-    assert store.get(keys.notice(3, 0)).startswith(b"13 ")
-    second.long_step(11)
+    for step in (11, 12):
+        first.long_step(step)
     second.memory.give(ONE)
-    for step in (12, 13):
-        assert [first.seen(), second.seen()] == [None, None]
-        for one in (first, second):
+    for one in (second, last):
+        one.long_step(11)
+    last.memory.give(ONE)
+    last.long_step(12)
+    assert store.get(keys.notice(3, 0)).startswith(b"14 "), "two steps behind the one that a rank is at"
+    second.long_step(12)
+    for step in (13, 14):
+        assert [one.seen() for one in ranks] == [None] * 3
+        for one in ranks:
             one.long_step(step)
-    assert [first.seen(), second.seen()] == ["a", "a"]
-    assert not first.memory.looks and not second.memory.looks
-    for step in (11, 12, 13, 14):
-        late.long_step(step)
-    late.memory.give(ONE)
-    late.long_step(15)
-    assert late.seen() == "a", "it is past the step"
-    assert late.notices.current is not None and 59 < (late.notices.current.seconds or 0) < 60
+    assert [one.seen() for one in ranks] == ["a"] * 3
+    assert not any(one.memory.looks for one in ranks)
+    assert last.notices.current is not None and 59 < (last.notices.current.seconds or 0) < 60
+
+
+def test_while_a_rank_does_not_know_of_it_no_rank_sees_it(ranks: list[Process]) -> None:
+    for step in range(50):
+        for one in ranks[:2]:
+            one.memory.give(ONE)
+            one.long_step(step)
+    assert [one.seen() for one in ranks[:2]] == [None] * 2
 
 
 def test_two_notices_come_in_the_same_order_on_all_ranks(ranks: list[Process]) -> None:
-    first, second, _ = ranks
-    shown: list[list[Any]] = [[], []]
-    first.memory.give(ONE)
-    second.memory.give(OTHER)  # the first one was overwritten there
-    for step in range(10):
-        for one, said in zip((first, second), shown, strict=True):
+    shown: list[list[str | None]] = [[] for _ in ranks]
+    for one, notice in zip(ranks, (ONE, OTHER, ONE), strict=True):  # on some a later one has come instead
+        one.memory.give(notice)
+    for step in range(20):
+        for one, said in zip(ranks, shown, strict=True):
             one.long_step(step)
             said.append(one.seen())
-        if step == 4:
-            first.memory.give(OTHER)
-    assert shown[0] == shown[1] and [*dict.fromkeys(shown[0])] == [None, "a", "b"]
+        for one in ranks if step == 4 else ():
+            one.memory.give(OTHER)
+    assert shown == [shown[0]] * 3 and [*dict.fromkeys(shown[0])] == [None, "a", "b"]
+
+
+def test_once_the_step_is_known_no_rank_asks_the_store(ranks: list[Process]) -> None:
+    for one in ranks:
+        one.memory.give(ONE)
+    for step in range(2):
+        for one in ranks:
+            one.long_step(step)
+    for one in ranks:
+        one.notices.store = FakeStore()  # it would find nothing there
+    for step in range(2, 9):
+        for one in ranks:
+            one.long_step(step)
+    assert [one.seen() for one in ranks] == ["a"] * 3
 
 
 def test_without_steps_it_is_seen_at_once(ranks: list[Process]) -> None:
@@ -131,12 +154,14 @@ def test_the_ranks_meet_at_the_step_behind_it_before_they_leave(ranks: list[Proc
     for each in (one, other):
         each.memory.active = True
         each.memory.give(dataclasses.replace(ONE, ends=True))  # the spare does not know of it yet
-    for step in range(4):
-        one.long_step(step)
+    one.notices.size = other.notices.size = 2
+    for step in range(3):
+        for each in (one, other):
+            each.long_step(step)
     assert one.seen() == "a" and not one.meetings and not one.memory.leave_requested
     other.notices.leave_if_over()  # not yet: a fault has come between
     with pytest.raises(RankDrained, match="all ranks leave: node 1: SIGTERM; the job ends"):
-        one.ping(4)
+        one.ping(3)
     assert 59 < (one.meetings[0] or 0) < 60
     for each in (other, spare):
         assert not each.memory.leave_requested
@@ -147,11 +172,13 @@ def test_the_ranks_meet_at_the_step_behind_it_before_they_leave(ranks: list[Proc
 
 def test_the_next_iteration_begins_anew(ranks: list[Process]) -> None:
     one = ranks[0]
+    one.notices.size = 1
     one.memory.give(ONE)
     for step in range(4):
         one.long_step(step)
     one.memory.enter_iteration(4)
     one.notices.enter()
+    one.notices.size = 1
     assert one.memory.looks and one.seen() == "a"
     one.long_step(0)
     assert one.seen() is None
