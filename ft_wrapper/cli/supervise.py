@@ -58,12 +58,11 @@ def supervise(arguments: Sequence[str]) -> int:
     """
     install()  # as an agent's are with FT_WRAPPER_LOG_FORMAT alone: its options are not known here
     command = [sys.executable, *sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1], *arguments]
-    pid, index, deaths = os.getpid(), node_id_from_environment(), list[tuple[float, str]]()
-    node_id = index or new_node_id()
+    if node_id_from_environment() is None:  # a scheduler's index is the next agent's, too
+        os.environ[NODE_ID_ENV] = new_node_id()
+    pid, deaths = os.getpid(), list[tuple[float, str]]()
     with queued(SIGNALS) as signals:
         while True:
-            # The first agent with an index takes no living agent's place.
-            os.environ[NODE_ID_ENV] = node_id if deaths or not index else ""
             began = time.monotonic()
             agent = subprocess.Popen(command, close_fds=False, preexec_fn=lambda: die_with(pid))
             agent.returncode, was_killed = _await_end(agent.pid, signals)
