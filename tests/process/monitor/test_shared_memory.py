@@ -204,7 +204,9 @@ def test_a_notice_comes_with_the_time_that_is_left(memory: RankMemory) -> None:
         read = other.notice
         assert other.looks and read is not None and read.seconds is not None and 0 < read.seconds <= 30.0
         assert (read.id, read.ends) == ("a", True)
+        slot, text = memory._newest, memory._notices[memory._newest].value
         memory.give(Notice("ftrun notice", "maintenance", id="b"))
+        assert memory._notices[slot].value == text, "another process may be reading it"
         assert other.notice == Notice("ftrun notice", "maintenance", id="b"), "it is not known how long"
         memory._notices[memory._newest].value = b'{"who":"ft'
         assert other.notice is None, "two have written at once"

@@ -71,13 +71,13 @@ class Training:
         length: of a step, in seconds.
         last: how many steps there are.
         orders: what happens to this slot, once: ``die`` or ``raise`` in a save, before all have saved;
-            ``wait`` behind it, for ever.
+            ``wait`` behind it, for ever; ``late``: raise behind it, when the test says so.
     """
 
     def __init__(self, rank: Rank, folder: str, length: float, last: int, orders: list[str]) -> None:
         self.rank, self.length, self.last, self.orders = rank, length, last, orders
         self.checkpoint = Checkpoint(folder)
-        self.fails_in = 0  # steps
+        self.fails_in, self.may_fail = 0, threading.Event()  # the first one in steps
         self.seen: Any = None
 
     def sees(self, call_wrapper: CallWrapper, step: int) -> None:
@@ -97,6 +97,9 @@ class Training:
         self.checkpoint.save(objects, step)
         if order == "wait":
             self.rank.hang()
+        if order == "late":
+            assert self.may_fail.wait(60), "the test did not say `late`"
+            raise OSError("a part that cannot be written")
         notice = call_wrapper.notice
         assert notice is not None
         self.rank.say("saved", notice=notice.id, step=step, iteration=call_wrapper.iteration)
@@ -172,6 +175,8 @@ def trains(
             while (said := rank.hear()) != "end":
                 if said == "fail":
                     training.fails_in = 3
+                elif said == "late":
+                    training.may_fail.set()
                 else:
                     memories[0].give(Notice(**json.loads(said)))
 
@@ -246,17 +251,21 @@ def test_after_a_fault_it_is_seen_again(job: Job, tmp_path: Path, is_live: bool)
 
 
 @with_and_without
-@pytest.mark.parametrize("order", ["raise", "die"])
+@pytest.mark.parametrize("order", ["raise", "late", "die"])
 def test_a_save_that_a_fault_interrupts_is_repeated(
     job: Job, tmp_path: Path, is_live: bool, order: str
 ) -> None:
     job.start(3, trains, str(tmp_path), is_live, 2, orders={"1": [order]})
     job.expect("in", 0, 1)
     give(job, ENDS)
+    if order == "late":  # another rank is through
+        job.expect("saved", 0)
+        job.tell("late", 1)
     await_leaving(job, *[1] * (order == "die"))
     left = (0, 2) if order == "die" else (0, 1)
     saved = of(job, "saved", *left)
-    assert saved[0] == saved[1] and [iteration for iteration, _, _ in saved[0]] == [1]
+    assert saved[0][-1] == saved[1][0] and saved[1][0][0] == 1
+    assert [len(saves) for saves in saved] == [1 + (order == "late"), 1]
 
 
 def test_a_rank_that_does_not_come_is_left_behind(job: Job, tmp_path: Path) -> None:
