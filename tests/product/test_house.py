@@ -48,11 +48,11 @@ LINES = {
     "cli": Budget(790, 850),
     "restart": Budget(1240, 1540),
     "rank_assignment": Budget(500),
-    # Notices and --supervise add: protocol 25, monitor 55, rendezvous 25, agent 160, cli 95, live 25, restart
+    # Notices and --supervise add: protocol 25, monitor 60, rendezvous 25, agent 160, cli 95, live 25, restart
     # 164: of these 40 for the two signals, 60 for the step at which all see one, 35 for leaving together.
     "protocol": Budget(2185, 2280),
     "store": Budget(1670, 1829),
-    "monitor": Budget(2265, 2450),
+    "monitor": Budget(2270, 2455),
     "torch_groups": Budget(1185, 1248),
     "rendezvous": Budget(1725),
     "agent": Budget(3320, 3900),
