@@ -139,7 +139,7 @@ def add_drain(record: RendezvousRecord, asked: Drain) -> RendezvousRecord:
 
 
 def give_notice(record: RendezvousRecord, notice: Notice) -> RendezvousRecord:
-    """Replaces the notice. Nodes that leave at the same time, as all of a job may, share one.
+    """Replaces the notice. Nodes that leave at the same time share one, unless the job ends: it saves again.
 
     One without an id is not for ranks yet: it only says that a node is about to leave.
     """
@@ -147,7 +147,7 @@ def give_notice(record: RendezvousRecord, notice: Notice) -> RendezvousRecord:
     leaving = [name for name in (last.leaving if last else ()) if name in taking_part]
     if record.closed or (last and last.ends):
         return record
-    shared = last.id if last and last.id and leaving and notice.leaving else notice.id
+    shared = last.id if last and last.id and leaving and notice.leaving and not notice.ends else notice.id
     together = tuple(dict.fromkeys((*leaving, *notice.leaving)))
     return replace(record, notice=replace(notice, id=shared, leaving=together))
 
