@@ -17,7 +17,7 @@ from test_nodes import Cluster
 from ft_wrapper.agent.rounds import INFRASTRUCTURE
 
 NOTICED = Path(__file__).with_name("noticed.py").read_text()
-STEPS = 60
+STEPS = 200  # more than it takes from a signal to the end
 GRACE = ("--notice-grace", "60")
 
 
