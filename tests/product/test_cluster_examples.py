@@ -111,18 +111,3 @@ def test_the_node_check_says_what_is_wrong(
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     said = NodeCheck(f"sh {CLUSTER / 'node_check.sh'} 8", TIMEOUT).failure()
     assert said == why.format(tmp_path, os.getuid())
-
-
-def test_the_kubernetes_job_follows_the_schema() -> None:
-    validate = pytest.importorskip("kubernetes_validate")
-    yaml = pytest.importorskip("yaml")
-    service, job = yaml.safe_load_all((CLUSTER / "kubernetes.yaml").read_text())
-    for resource in (service, job):
-        validate.validate(resource, validate.latest_version(), strict=True)
-    name, pod = job["metadata"]["name"], job["spec"]["template"]["spec"]
-    assert pod["subdomain"] == service["metadata"]["name"]
-    assert service["spec"]["selector"] == {"job-name": name}
-    (container,) = pod["containers"]
-    port = service["spec"]["ports"][0]["port"]
-    assert f"--rdzv-endpoint={name}-0.{pod['subdomain']}:{port}" in container["args"]
-    assert f"--nnodes=1:{job['spec']['completions']}" in container["args"]
