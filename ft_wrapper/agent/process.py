@@ -299,8 +299,12 @@ def adopted() -> Iterator[Callable[[Collection[int]], None]]:
     Raises:
         OSError: the kernel refuses.
     """
+
+    def children() -> set[int]:
+        return {child.pid for child in psutil.Process().children()}
+
     # Children that something else in this process has started, and waits for.
-    others = {child.pid for child in psutil.Process().children()}
+    others = children()
 
     def reap(ours: Collection[int]) -> None:
         while True:
@@ -308,10 +312,16 @@ def adopted() -> Iterator[Callable[[Collection[int]], None]]:
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
                 return
-            if ended is None or ended.si_pid in others or ended.si_pid in ours:
+            if ended is None or ended.si_pid in ours:
                 return
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(ended.si_pid, os.WNOHANG)
+            # One of the others that is not waited for would hide all behind it: then each child is asked.
+            hides = ended.si_pid in others
+            found = children().difference(others, ours) if hides else {ended.si_pid}
+            for pid in found:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+            if hides:
+                return
 
     _set_subreaper(True)
     try:

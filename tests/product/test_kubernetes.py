@@ -16,76 +16,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate as validate
 import pytest
 from kubernetes_types import CLAIM, FIELDS, JOB, STATUS, VERSIONS, wrong
+from manifests import BASE, CLUSTER, FILES, GIVEN, job_of, node_of, objects, pod_of, words_of
 
 from ft_wrapper.agent.options import Options, parse_args
 from ft_wrapper.agent.rounds import BAD_NODE, COMMAND_LINE, INFRASTRUCTURE, PROGRAM
 
-validate = pytest.importorskip("kubernetes_validate")
-yaml = pytest.importorskip("yaml")
-
-CLUSTER = Path(__file__).parents[2] / "examples" / "cluster"
-DOCS = Path(__file__).parents[2] / "docs"
-FILES = ("kubernetes.yaml", "jobset.yaml", "trainjob.yaml")
 TIMEOUT = 60.0
-
-#: What Kubernetes and the controllers set in a pod of a job ``train``, beside what the manifests set.
-GIVEN = {
-    "JOB_COMPLETION_INDEX": "2",
-    "JOB_UID": "d3b5",
-    "JOBSET_NAME": "train",
-    # Trainer's, with `torch: {}`
-    "PET_NNODES": "4",
-    "PET_NPROC_PER_NODE": "8",
-    "PET_NODE_RANK": "2",
-    "PET_MASTER_ADDR": "train-node-0-0.train",
-    "PET_MASTER_PORT": "29400",
-}
-
-
-def objects(file: str) -> dict[tuple[str, str], dict[str, Any]]:
-    """The objects of a file, by kind and name."""
-    found = list(yaml.safe_load_all((CLUSTER / file).read_text()))
-    return {(each["kind"], each["metadata"]["name"]): each for each in found}
-
-
-BASE = objects("kubernetes.yaml")
-
-
-def job_of(file: str) -> dict[str, Any]:
-    """The Job's spec in a file, as Kubernetes gets it."""
-    everything = objects(file)
-    if file == "kubernetes.yaml":
-        return dict(everything["Job", "train"]["spec"])
-    owner = (
-        everything.get(("JobSet", "train")) or everything["TrainingRuntime", "ft-wrapper"]["spec"]["template"]
-    )
-    (replicated,) = owner["spec"]["replicatedJobs"]
-    return dict(replicated["template"]["spec"])
-
-
-def pod_of(file: str) -> dict[str, Any]:
-    """The pod's spec in a file."""
-    return dict(job_of(file)["template"]["spec"])
-
-
-def node_of(file: str) -> dict[str, Any]:
-    """The container in which ftrun runs."""
-    (container,) = pod_of(file)["containers"]
-    return dict(container)
-
-
-def words_of(file: str) -> list[str]:
-    """What ftrun is started with, as Kubernetes expands it."""
-    container = node_of(file)
-    words = [*container["command"], *container["args"]]
-    values = {entry["name"]: entry["value"] for entry in container["env"] if "value" in entry}
-    values.update(GIVEN)
-    return [
-        re.sub(r"\$\((\w+)\)", lambda found: values[found[1]], word)
-        for word in words[words.index("ftrun") + 1 :]
-    ]
 
 
 def parsed(file: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Options:

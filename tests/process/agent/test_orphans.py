@@ -52,6 +52,19 @@ def test_orphans_are_reaped_and_other_children_are_not() -> None:
         reap([])  # without children
 
 
+def test_a_child_that_is_not_waited_for_hides_no_orphan() -> None:
+    """Such as one that a shell left to what it became: ``reporter & exec ftrun``."""
+    others = subprocess.Popen(["true"])
+    await_end(others.pid)
+    with adopted() as reap:
+        orphan = start_orphan()
+        await_end(orphan)
+        reap(())
+        with pytest.raises(ChildProcessError):
+            os.waitpid(orphan, os.WNOHANG)
+        assert others.wait() == 0
+
+
 # As the template does, for a rank; but both the process between and the agent have ended when it looks.
 LATE = """
     import os, select

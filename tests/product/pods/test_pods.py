@@ -1,0 +1,201 @@
+"""A job in pods to which something happens: exit codes, lost steps, the line that says why."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from manifests import action
+from pods import FILE, TIMEOUT, Etcd, Network, Node, etcd, why_not
+from train import ORPHANS, expected
+
+from ft_wrapper.agent.rounds import INFRASTRUCTURE
+
+pytestmark = pytest.mark.nightly("the manifests are checked always, and nodes on etcd by tests/process/agent")
+
+DRAINED = 90  # --drained-exit-code of the manifest
+
+
+@pytest.fixture(autouse=True)
+def can_make_pods() -> None:
+    """Skips where there can be none."""
+    if why := why_not():
+        pytest.skip(why)
+
+
+@pytest.fixture
+def network(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Network]:
+    """A network with the manifest's etcd in it; a test may say which families of addresses there are."""
+    with Network(tmp_path, getattr(request, "param", (4, 6))) as network, etcd(network):
+        yield network
+
+
+def started(network: Network, size: int = 3, nnodes: str = "2:3") -> list[Node]:
+    """The pods of a job, all of which train."""
+    nodes = [Node(network, index, nnodes) for index in range(size)]
+    for node in nodes:
+        node.run()
+    for node in nodes:
+        node.await_world(size)
+    return nodes
+
+
+def replaced(network: Network, node: Node) -> Node:
+    """The pod that Kubernetes makes in place of one: the same index, another address."""
+    new = Node(network, node.index, node.nnodes)
+    assert new.addresses != node.addresses
+    new.run()
+    return new
+
+
+def finish(network: Network, *nodes: Node) -> None:
+    """Lets the training finish: no step was left out, and none done twice by anybody who has the state."""
+    (network.checkpoints / "finish").touch()
+    assert [(node.end(), node.repeated()) for node in nodes] == [(0, 0)] * len(nodes), said(*nodes)
+    ended = [node.ended() for node in nodes]
+    assert [(each["sum"]) for each in ended] == [expected(ended[0]["ended"])] * len(nodes)
+
+
+def said(*nodes: Node) -> str:
+    """All output, for a message."""
+    return "\n".join(f"--- {node.name}\n{node.said}" for node in nodes)
+
+
+def test_a_locked_down_pod_trains_to_the_end(network: Network) -> None:
+    """As user 65534, and with nothing to write to but TMPDIR and the volume."""
+    nodes = started(network)
+    for node in nodes:
+        status, body = network.get(f"http://{node.address}:9464/")
+        assert status == 200 and json.loads(body)["alive"]
+        assert "ft_wrapper_step" in network.get(f"http://{node.address}:9464/metrics")[1]
+    finish(network, *nodes)
+    for node in nodes:
+        assert "Read-only file system" not in node.said and "Permission denied" not in node.said
+    assert len([*network.checkpoints.glob("events/events-train-*.jsonl")]) == 3
+
+
+def test_probes_are_answered_while_other_pods_are_awaited(network: Network) -> None:
+    node = Node(network, 0)
+    node.run()
+    node.await_line("looking for the rendezvous store")
+    assert network.get(f"http://{node.address}:9464/")[0] == 200
+    assert not node.records()
+
+
+@pytest.mark.parametrize(
+    ("before", "left"), [([], 0), (["sh", "-c", 'true & exec "$@"', "sh"], 1)], ids=["ftrun", "shell"]
+)
+def test_pid_1_reaps_what_has_no_parent(network: Network, before: list[str], left: int) -> None:
+    """All but the child that it had as a shell, as in trainjob.yaml: that is left for the shell's own program."""
+    node = Node(network, 0, "1:1")
+    node.run(before=before)
+    node.await_world(1)
+    (network.checkpoints / "orphans").touch()
+    node.await_line(f'"orphans": {ORPHANS}')
+    deadline = time.monotonic() + TIMEOUT
+    while len(node.zombies()) > left:
+        assert time.monotonic() < deadline, f"zombies {node.zombies()} of PID 1 are left:\n{node.said}"
+        time.sleep(0.02)
+    finish(network, node)
+
+
+def test_names_are_known_late(tmp_path: Path) -> None:
+    """Those of all pods, etcd's included, once all of them wait for it."""
+    with Network(tmp_path) as network, etcd(network):
+        nodes = [Node(network, index, is_published=False) for index in range(3)]
+        for node in nodes:
+            node.run()
+        for node in nodes:
+            node.await_line(rf"--local-addr {node.full_name}: .* here it is ")
+        for node in nodes:
+            node.publish()
+        for node in nodes:
+            node.await_world(3)
+        finish(network, *nodes)
+
+
+def test_etcds_names_are_known_late(tmp_path: Path) -> None:
+    with Network(tmp_path) as network:
+        members = [Etcd(network, number, is_published=False) for number in range(3)]
+        nodes = [Node(network, index) for index in range(3)]
+        for node in nodes:
+            node.run()
+        for node in nodes:
+            node.await_line("looking for the rendezvous store at")
+        for member in members:
+            member.publish()
+            member.run()
+        for node in nodes:
+            node.await_world(3)
+        finish(network, *nodes)
+
+
+@pytest.mark.parametrize("network", [(6,)], indirect=True, ids=["IPv6"])
+def test_there_is_ipv6_only(network: Network) -> None:
+    nodes = started(network)
+    assert network.get(f"http://{nodes[0].address}:9464/")[0] == 200
+    finish(network, *nodes)
+
+
+def test_each_pod_in_turn_loses_its_power(network: Network) -> None:
+    """The one that comes instead has another address."""
+    nodes = started(network)
+    for index in range(3):
+        others = [node for node in nodes if node.index != index]
+        nodes[index].lose_power()
+        for node in others:
+            node.await_world(2)
+            node.await_line(f"node {index} ")
+        nodes[index] = replaced(network, nodes[index])
+        for node in nodes:
+            node.await_world(3)
+    finish(network, *nodes)
+
+
+def test_a_pod_gets_sigterm_and_another_one_overlaps_it(network: Network) -> None:
+    """As after an eviction, without podReplacementPolicy: Failed."""
+    nodes = started(network)
+    nodes[1].signal(signal.SIGTERM)
+    new = replaced(network, nodes[1])
+    assert nodes[1].end() == DRAINED, said(*nodes, new)
+    assert action(FILE, DRAINED) == "Ignore"
+    old, nodes[1] = nodes[1], new
+    for node in nodes:
+        node.await_world(3)
+    finish(network, *nodes)
+    assert old.repeated() == 0
+
+
+def test_all_pods_get_sigterm_and_come_back(network: Network) -> None:
+    nodes = started(network)
+    done = nodes[0].go_on()
+    for node in nodes:
+        node.signal(signal.SIGTERM)
+    assert [node.end() for node in nodes] == [INFRASTRUCTURE] * 3, said(*nodes)
+    assert action(FILE, INFRASTRUCTURE) == "Count"
+    done = max(node.step() for node in nodes)
+    nodes = [replaced(network, node) for node in nodes]
+    for node in nodes:
+        node.await_world(3)
+    first = min(record["begins"] for record in nodes[0].records() if "begins" in record)
+    print("lost", done - first)
+    finish(network, *nodes)
+
+
+def test_a_rank_takes_more_memory_than_the_pod_has(network: Network) -> None:
+    """The cgroup's limit, of version 1: the kernel kills the rank, and PID 1 goes on."""
+    nodes = [Node(network, index) for index in range(3)]
+    for node in nodes:
+        node.run(memory=2 << 30)
+    for node in nodes:
+        node.await_world(3)
+    (network.checkpoints / "greedy").touch()
+    nodes[2].await_line(r"killed by SIGKILL \(out of memory\? the kernel has killed 1 meanwhile\)")
+    nodes[2].await_line("begins", 2)
+    for node in nodes:
+        node.await_world(3)
+    finish(network, *nodes)
