@@ -137,6 +137,10 @@ class Network:
         """The names, as /etc/hosts has them."""
         return [f"{address} {name}" for name, found in self._names.items() for address in found]
 
+    def said(self) -> str:
+        """All output of the Job's pods, for a message."""
+        return "".join(f"\n--- {pod.name}\n{pod.said}" for pod in self.pods if isinstance(pod, Node))
+
     def get(self, url: str) -> tuple[int, str]:
         """What another host gets from a pod: status and body."""
         script = (
@@ -264,7 +268,7 @@ class Pod:
         try:
             code = self._process.wait(TIMEOUT)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"{self.name} has not ended:\n{self.said}") from None
+            raise AssertionError(f"{self.name} has not ended{self.network.said()}") from None
         self.await_that(lambda: self._is_closed, "the end of its output")
         return code if code >= 0 else 128 - code
 
@@ -312,8 +316,8 @@ class Pod:
         with self._news:
             while not condition():
                 left = deadline - time.monotonic()
-                assert left > 0, f"{self.name}: there is no {what}:\n{self.said}"
-                assert not self._is_closed, f"{self.name} ended without {what}:\n{self.said}"
+                assert left > 0, f"{self.name}: there is no {what}{self.network.said()}"
+                assert not self._is_closed, f"{self.name} ended without {what}{self.network.said()}"
                 self._news.wait(left)
 
     def _listen(self, output: Any) -> None:

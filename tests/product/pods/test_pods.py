@@ -55,14 +55,9 @@ def replaced(network: Network, node: Node) -> Node:
 def finish(network: Network, *nodes: Node) -> None:
     """Lets the training finish: no step was left out, and none done twice by anybody who has the state."""
     (network.checkpoints / "finish").touch()
-    assert [(node.end(), node.repeated()) for node in nodes] == [(0, 0)] * len(nodes), said(*nodes)
+    assert [(node.end(), node.repeated()) for node in nodes] == [(0, 0)] * len(nodes), network.said()
     ended = [node.ended() for node in nodes]
     assert [(each["sum"]) for each in ended] == [expected(ended[0]["ended"])] * len(nodes)
-
-
-def said(*nodes: Node) -> str:
-    """All output, for a message."""
-    return "\n".join(f"--- {node.name}\n{node.said}" for node in nodes)
 
 
 def test_a_locked_down_pod_trains_to_the_end(network: Network) -> None:
@@ -90,7 +85,7 @@ def test_probes_are_answered_while_other_pods_are_awaited(network: Network) -> N
     ("before", "left"), [([], 0), (["sh", "-c", 'true & exec "$@"', "sh"], 1)], ids=["ftrun", "shell"]
 )
 def test_pid_1_reaps_what_has_no_parent(network: Network, before: list[str], left: int) -> None:
-    """All but the child that it had as a shell, as in trainjob.yaml: that is left for the shell's own program."""
+    """Behind the child that it had as a shell, too, as in trainjob.yaml; that one is not its own."""
     node = Node(network, 0, "1:1")
     node.run(before=before)
     node.await_world(1)
@@ -98,7 +93,7 @@ def test_pid_1_reaps_what_has_no_parent(network: Network, before: list[str], lef
     node.await_line(f'"orphans": {ORPHANS}')
     deadline = time.monotonic() + TIMEOUT
     while len(node.zombies()) > left:
-        assert time.monotonic() < deadline, f"zombies {node.zombies()} of PID 1 are left:\n{node.said}"
+        assert time.monotonic() < deadline, f"zombies {node.zombies()} of PID 1 are left{network.said()}"
         time.sleep(0.02)
     finish(network, node)
 
@@ -161,7 +156,7 @@ def test_a_pod_gets_sigterm_and_another_one_overlaps_it(network: Network) -> Non
     nodes = started(network)
     nodes[1].signal(signal.SIGTERM)
     new = replaced(network, nodes[1])
-    assert nodes[1].end() == DRAINED, said(*nodes, new)
+    assert nodes[1].end() == DRAINED, network.said()
     assert action(FILE, DRAINED) == "Ignore"
     old, nodes[1] = nodes[1], new
     for node in nodes:
@@ -175,7 +170,7 @@ def test_all_pods_get_sigterm_and_come_back(network: Network) -> None:
     done = nodes[0].go_on()
     for node in nodes:
         node.signal(signal.SIGTERM)
-    assert [node.end() for node in nodes] == [INFRASTRUCTURE] * 3, said(*nodes)
+    assert [node.end() for node in nodes] == [INFRASTRUCTURE] * 3, network.said()
     assert action(FILE, INFRASTRUCTURE) == "Count"
     done = max(node.step() for node in nodes)
     nodes = [replaced(network, node) for node in nodes]
