@@ -131,7 +131,7 @@ def announce(store: StoreMixin, agent: str, record: str) -> None:
         if store.check([AGENTS]):
             raise StoreError(f"the job has a secret: set {SECRET_ENV} to it on this node, too")
         return
-    if read(store, record) is None and store.check([record]):
+    if store.check([record]) and read(store, record) is None:  # in this order: another node may write it now
         raise forged(record)
     store.append(AGENTS, f"{agent}\n")
     if store.is_private:

@@ -218,3 +218,18 @@ def test_a_forged_key_is_named_once(server: TCPStoreServer, caplog: pytest.LogCa
         assert [read(own, "key") for _ in range(3)] == [None] * 3
     assert [line.levelname for line in caplog.records] == ["ERROR"]
     assert "key key was not written with this job's secret" in caplog.text
+
+
+def test_a_record_that_another_node_writes_meanwhile_is_the_jobs_own(
+    server: TCPStoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret.use(OWN)
+    with client(server) as store, client(server) as other:
+        check = store.check
+
+        def late(keys: list[str]) -> bool:
+            set_if_absent(other, "record", "text")
+            return check(keys)
+
+        monkeypatch.setattr(store, "check", late)
+        secret.announce(store, "agent", "record")
