@@ -91,6 +91,7 @@ class Network:
         self.families = families
         self.name = f"ftpods{os.getpid()}n{next(_NUMBERS)}"
         self.pods: list[Pod] = []
+        self.news = threading.Condition()  # a pod has said something, or ended
         self._names: dict[str, list[str]] = {}
         self._hosts = itertools.count(10)
 
@@ -137,6 +138,12 @@ class Network:
         """The names, as /etc/hosts has them."""
         return [f"{address} {name}" for name, found in self._names.items() for address in found]
 
+    def await_line(self, pattern: str) -> None:
+        """Waits until one of the Job's pods has said something."""
+        with self.news:
+            found = self.news.wait_for(lambda: re.search(pattern, self.said(), re.MULTILINE), TIMEOUT)
+            assert found, f"no pod said {pattern!r}{self.said()}"
+
     def said(self) -> str:
         """All output of the Job's pods, for a message."""
         return "".join(f"\n--- {pod.name}\n{pod.said}" for pod in self.pods if isinstance(pod, Node))
@@ -178,7 +185,6 @@ class Pod:
         self._process: subprocess.Popen[bytes] | None = None
         self._pid = 0
         self._said: list[str] = []
-        self._news = threading.Condition()
         self._is_closed = False
         self.addresses = network.new_addresses()
         network.pods.append(self)
@@ -298,12 +304,12 @@ class Pod:
     @property
     def said(self) -> str:
         """All output so far, except for the steps."""
-        with self._news:
+        with self.network.news:
             return "".join(line for line in self._said if not line.startswith('train {"step"'))
 
     def records(self) -> list[dict[str, Any]]:
         """What its ranks have said of the training."""
-        with self._news:
+        with self.network.news:
             return [json.loads(line[6:]) for line in self._said if line.startswith("train {")]
 
     def await_line(self, pattern: str, count: int = 1) -> None:
@@ -313,22 +319,22 @@ class Pod:
     def await_that(self, condition: Callable[[], bool], what: str) -> None:
         """Waits until something holds, with a look at each line that it says."""
         deadline = time.monotonic() + TIMEOUT
-        with self._news:
+        with self.network.news:
             while not condition():
                 left = deadline - time.monotonic()
                 assert left > 0, f"{self.name}: there is no {what}{self.network.said()}"
                 assert not self._is_closed, f"{self.name} ended without {what}{self.network.said()}"
-                self._news.wait(left)
+                self.network.news.wait(left)
 
     def _listen(self, output: Any) -> None:
         with output:
             for line in output:
-                with self._news:
+                with self.network.news:
                     self._said.append(line.decode(errors="replace"))
-                    self._news.notify_all()
-        with self._news:
+                    self.network.news.notify_all()
+        with self.network.news:
             self._is_closed = True
-            self._news.notify_all()
+            self.network.news.notify_all()
 
     # Its file system ---------------------------------------------------------------------------------------
 
@@ -473,6 +479,10 @@ class Node(Pod):
     def step(self) -> int:
         """The last step."""
         return max((steps[-1] for steps in self.steps().values()), default=0)
+
+    def first(self) -> int:
+        """The step from which its first rank went on."""
+        return next(int(record["begins"]) for record in self.records() if "begins" in record)
 
     def go_on(self, steps: int = 15) -> int:
         """Waits for so many further steps; returns the last one."""

@@ -144,7 +144,8 @@ def test_each_pod_in_turn_loses_its_power(network: Network) -> None:
         nodes[index].lose_power()
         for node in others:
             node.await_world(2)
-            node.await_line(f"node {index} ")
+        network.await_line(rf"no heartbeat from node {index} \(train-{index}.train\) for 4 s: removed")
+        network.await_line(rf"restart .*: slot {index} .* went down with node {index} ")
         nodes[index] = replaced(network, nodes[index])
         for node in nodes:
             node.await_world(3)
@@ -154,8 +155,12 @@ def test_each_pod_in_turn_loses_its_power(network: Network) -> None:
 def test_a_pod_gets_sigterm_and_another_one_overlaps_it(network: Network) -> None:
     """As after an eviction, without podReplacementPolicy: Failed."""
     nodes = started(network)
+    (network.checkpoints / "hold").touch()
     nodes[1].signal(signal.SIGTERM)
+    nodes[1].await_line("SIGTERM: rank 1 to leave the job within 105 s")
     new = replaced(network, nodes[1])
+    new.await_line("node id 1 is in use: waiting until 1 ")
+    (network.checkpoints / "hold").unlink()
     assert nodes[1].end() == DRAINED, network.said()
     assert action(FILE, DRAINED) == "Ignore"
     old, nodes[1] = nodes[1], new
@@ -166,18 +171,20 @@ def test_a_pod_gets_sigterm_and_another_one_overlaps_it(network: Network) -> Non
 
 
 def test_all_pods_get_sigterm_and_come_back(network: Network) -> None:
+    """All ranks save at the same step, and the pods that come instead begin there."""
     nodes = started(network)
-    done = nodes[0].go_on()
+    nodes[0].go_on()
     for node in nodes:
         node.signal(signal.SIGTERM)
     assert [node.end() for node in nodes] == [INFRASTRUCTURE] * 3, network.said()
     assert action(FILE, INFRASTRUCTURE) == "Count"
-    done = max(node.step() for node in nodes)
+    for node in nodes:
+        assert "exit code 75 (preempted): node" in node.said, network.said()
+    done = {node.step() for node in nodes}
     nodes = [replaced(network, node) for node in nodes]
     for node in nodes:
         node.await_world(3)
-    first = min(record["begins"] for record in nodes[0].records() if "begins" in record)
-    print("lost", done - first)
+    assert {node.first() for node in nodes} == done
     finish(network, *nodes)
 
 

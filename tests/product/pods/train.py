@@ -3,8 +3,9 @@
     train.py FOLDER
 
 It goes on until there is a file ``finish`` in the folder, where rank 0 also keeps a checkpoint every few
-steps. What the ledger holds does not depend on the number of ranks. A file ``greedy`` makes the last rank
-take memory until the kernel ends it; ``orphans`` makes rank 0 leave processes without a parent, which end.
+steps, and when there is a notice. What the ledger holds does not depend on the number of ranks. Other files do
+harm: ``greedy`` makes the last rank take memory until the kernel ends it; ``orphans`` makes rank 0 leave
+processes without a parent, which end; ``hold`` keeps all ranks in their step as long as it is there.
 """
 
 from __future__ import annotations
@@ -89,7 +90,14 @@ def train(call_wrapper: CallWrapper, folder: Path) -> None:
         objects["ledger"].load_state_dict(kept[0])
         return int(kept[0]["steps"])
 
-    live = LiveState(call_wrapper, build, seed=0, update=update, restore=restore)
+    def save(objects: dict[str, Any], step: int) -> None:
+        """All ranks call it at the same step when there is a notice."""
+        if rank == 0:
+            checkpoint.with_suffix(".part").write_text(json.dumps(objects["ledger"].state_dict()))
+            os.replace(checkpoint.with_suffix(".part"), checkpoint)
+            say(saved=step)
+
+    live = LiveState(call_wrapper, build, seed=0, update=update, restore=restore, on_notice=save)
     ddp = live.data_parallel("model", find_unused_parameters=True)
     say(begins=live["ledger"].steps, size=size, iteration=call_wrapper.iteration, host=os.uname().nodename)
     for step in live.steps(1_000_000):
@@ -101,8 +109,7 @@ def train(call_wrapper: CallWrapper, folder: Path) -> None:
         live.commit(int(total[0]))
         if rank == 0 and step % CHECKPOINT_EVERY == 0:
             with call_wrapper.atomic():
-                checkpoint.with_suffix(".part").write_text(json.dumps(live["ledger"].state_dict()))
-                os.replace(checkpoint.with_suffix(".part"), checkpoint)
+                save({"ledger": live["ledger"]}, step)
         if rank == size - 1 and (folder / "greedy").exists():
             (folder / "greedy").rename(folder / "fed")
             data = [bytearray(b"x" * (1 << 26)) for _ in range(1000)]
@@ -113,6 +120,8 @@ def train(call_wrapper: CallWrapper, folder: Path) -> None:
         if total[1]:
             break
         time.sleep(0.02)  # the processors are the other ranks', too
+        while (folder / "hold").exists():
+            time.sleep(0.02)
     say(ended=live["ledger"].steps, sum=live["ledger"].sum)
 
 
