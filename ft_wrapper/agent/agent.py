@@ -157,8 +157,10 @@ def run_rounds(nodes: Nodes, loop: "Loop", signals: SignalQueue) -> End:
             return End(elsewhere=nodes.closed_with())
         except (OSError, StoreError, ValueError, DistError, elastic.RendezvousError) as error:
             why = str(error) or type(error).__name__  # some errors of torch's handlers have no text
+            late = nodes.closed_with() if is_first else None
             nodes.leave(f"it could not go on: {why}")
-            if is_first:
+            # A job that is over may have to be tried again: then this node came too early.
+            if is_first and (late is None or late.exit_code != INFRASTRUCTURE):
                 raise CannotStart(why) from error
             # Others may be done; this node was not.
             code = max(exit_code_of(error), INFRASTRUCTURE)

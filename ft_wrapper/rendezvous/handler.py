@@ -369,12 +369,13 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
     def _tidy_up(self, presence: Presence) -> None:
         """Once the rendezvous is closed, the last node removes the store's contents, unless a node hosts it.
 
-        Not if a node was lost: if it comes back, it must not find an empty store and start over.
+        Not if a node was lost: if it comes back, it must not find an empty store and start over, unless the
+        job is to be tried again.
         """
         record = self.record
         if self.backend.hosts_workers or record is None or not record.closed:
             return
-        if any(seat.occupant is None for seat in record.seats):
+        if not record.may_start_over and any(seat.occupant is None for seat in record.seats):
             return
         try:
             self.backend.leave(presence.node.name, self._others(record))

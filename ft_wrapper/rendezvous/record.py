@@ -245,6 +245,11 @@ class RendezvousRecord(Record):
         """All nodes in the record: with a seat, waiting, spare."""
         return (*self.participants, *(waiting.node for waiting in self.waiting), *self.spares)
 
+    @property
+    def may_start_over(self) -> bool:
+        """Whether the job has ended with exit code 75: its nodes try again."""
+        return self.result.startswith("{") and json.loads(self.result).get("exit_code") == 75
+
     def find(self, node_id: str) -> Node | None:
         """The node with this id, whatever its incarnation; None if it is not in the record."""
         return next((node for node in self.nodes if node.id == node_id), None)

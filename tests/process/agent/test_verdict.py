@@ -10,13 +10,18 @@ import signal
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from agent_job import FtRun, await_that, send
 from support.nightly import at_night
 from test_nodes import WRAPPED, Cluster
 from torch.distributed import DistNetworkError, DistStoreError
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+)
 
 from ft_wrapper.agent.agent import Loop, run_rounds
 from ft_wrapper.agent.nodes import BadNode, CannotStart, Nodes, exit_code_of
@@ -404,6 +409,24 @@ def test_why_a_round_does_not_begin(code: int, kind: type[Exception], rounds: in
             with pytest.raises(CannotStart, match=str(error)) as raised:
                 run_rounds(others, Ranks(), signals)
             assert exit_code_of(raised.value.__cause__) == code
+
+
+@pytest.mark.parametrize("result", [None, JobResult(0), JobResult(1), JobResult(75, "a node is lost")])
+def test_a_node_that_comes_after_the_end_says_whether_to_try_again(result: JobResult | None) -> None:
+    class Over(Nodes):
+        def next_round(self) -> Round:
+            raise RendezvousClosedError("the job is over")
+
+        def closed_with(self) -> JobResult | None:
+            return result
+
+    with contextlib.closing(Over()) as nodes, queued(SIGNALS) as signals:
+        if result and result.exit_code == 75:
+            assert run_rounds(nodes, Mock(), signals).result() == result
+        else:
+            with pytest.raises(CannotStart, match="the job is over") as raised:
+                run_rounds(nodes, Mock(), signals)
+            assert exit_code_of(raised.value.__cause__) == 2
 
 
 def test_the_worst_result_says_what_to_do() -> None:

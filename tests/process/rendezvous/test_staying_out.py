@@ -15,6 +15,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
+from ft_wrapper.agent.rounds import JobResult
 from ft_wrapper.rendezvous.backends import EtcdBackend
 from ft_wrapper.rendezvous.handler import FtRendezvousHandler
 from ft_wrapper.rendezvous.moves import close, quarantine, release
@@ -169,4 +170,24 @@ def test_the_last_one_outside_removes_what_is_in_etcd(etcd: EtcdServer, prefix: 
     assert outside(nodes) == [("1:0", "no disk")], "it was taken away before all had seen the end"
     assert bad.shutdown()
     assert outside(nodes) == []
+    nodes.close()
+
+
+@pytest.mark.parametrize("code", [0, 75])
+def test_a_lost_node_starts_a_job_over_only_if_it_is_to_be_tried_again(
+    etcd: EtcdServer, prefix: str, code: int
+) -> None:
+    nodes = Nodes(lambda: EtcdBackend(EtcdAddress(etcd.endpoints, prefix)))
+    a, lost = nodes.make("0", 1, 2), nodes.make("1", 1, 2)
+    nodes.all_join(a, lost)
+    assert a.adopt_rank_policy()
+    lost.leave()
+    wait_until(a, lambda state: None in [seat.occupant for seat in state.seats])
+    assert a.shutdown(JobResult(code).to_text())
+    again = nodes.join(nodes.make("1", 1, 2))
+    if code == 75:
+        assert again.result(TIMEOUT).world_size == 1
+    else:
+        with pytest.raises(RendezvousClosedError):
+            again.result(TIMEOUT)
     nodes.close()

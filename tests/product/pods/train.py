@@ -3,8 +3,8 @@
     train.py FOLDER
 
 It goes on until there is a file ``finish`` in the folder, where rank 0 also keeps a checkpoint every few
-steps, and when there is a notice. What the ledger holds does not depend on the number of ranks. Other files do
-harm: ``greedy`` makes the last rank take memory until the kernel ends it; ``orphans`` makes rank 0 leave
+steps, and when there is a notice. What the ledger holds does not depend on the number of ranks. Other files
+do harm: ``greedy`` makes the last rank take memory until the kernel ends it; ``orphans`` makes rank 0 leave
 processes without a parent, which end; ``hold`` keeps all ranks in their step as long as it is there.
 """
 
