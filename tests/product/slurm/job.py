@@ -1,0 +1,83 @@
+"""A training as a user of SLURM writes it: live state, and checkpoints in a shared folder.
+
+ftrun job.py FOLDER STEPS SECONDS_PER_STEP
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ft_wrapper import CallWrapper, LiveState, Wrapper
+from ft_wrapper.checkpoints import Checkpoints
+
+EVERY = 20  # steps from one checkpoint to the next
+
+
+def build():
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-3)}
+
+
+def digest(model) -> str:
+    """The same for the same weights, bit for bit."""
+    weights = b"".join(tensor.numpy().tobytes() for tensor in model.state_dict().values())
+    return hashlib.sha256(weights).hexdigest()[:16]
+
+
+def say(what: str) -> None:
+    """One write for one line: several ranks share the file."""
+    os.write(1, f"{what}\n".encode())
+
+
+@Wrapper(soft_timeout=60, hard_timeout=90)
+def train(call_wrapper: CallWrapper, folder: str, steps: int, pause: float) -> str:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    checkpoints = Checkpoints(call_wrapper, folder, keep=2)
+
+    def save(objects, step):
+        if rank == 0:
+            path = Path(f"{checkpoints.path(step)}.pt")
+            unfinished = path.with_name(f"{path.name}.unfinished")
+            with open(unfinished, "wb") as file:
+                torch.save({name: value.state_dict() for name, value in objects.items()}, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(unfinished, path)
+            say(f"SAVED step {step}")
+        checkpoints.seal(step)
+
+    def restore(objects):
+        newest = checkpoints.newest()
+        if newest is None:
+            return 0
+        state = torch.load(newest.path, weights_only=True)
+        for name, value in objects.items():
+            value.load_state_dict(state[name])
+        return newest.step
+
+    live = LiveState(call_wrapper, build, restore=restore, seed=0)
+    ddp = live.data_parallel(find_unused_parameters=True)
+    say(f"ENTER rank {rank} of {dist.get_world_size()} on {socket.gethostname()} at step {live.step}")
+    for step in live.steps(steps):
+        live["optimizer"].zero_grad()
+        (ddp(torch.randn(16, 32)) - 1).square().mean().backward()
+        live.commit()
+        say(f"STEP {step} rank {rank} pid {os.getpid()}")
+        time.sleep(pause)  # what a real step takes
+        if (step + 1) % EVERY == 0:
+            save({name: live[name] for name in ("model", "optimizer")}, step + 1)
+    return digest(live["model"])
+
+
+if __name__ == "__main__":
+    result = train(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))
+    say(f"RESULT rank {os.environ['RANK']}: {result}")

@@ -1,0 +1,194 @@
+"""Jobs under a real SLURM, started by the script of ``examples/cluster``: what each fault costs.
+
+`cluster.py` makes the SLURM; without its programs, or without root, the tests are skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from cluster import PROGRAMS, Job, Slurm, until
+
+FOLDER = Path(__file__).parent
+SCRIPT = FOLDER.parents[2] / "examples" / "cluster" / "slurm.sbatch"
+PROGRAM = FOLDER / "job.py"
+PORT = 29400
+DONE = "COMPLETED 0:0"
+
+pytestmark = [
+    pytest.mark.nightly("a stand-in for srun runs the script in tests/product/test_cluster_examples.py"),
+    pytest.mark.slurm("it starts a SLURM"),
+    pytest.mark.timeout(600),
+]
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[Slurm]:
+    """A SLURM of three nodes, for all cases."""
+    missing = [name for name in PROGRAMS if shutil.which(name) is None]
+    if missing or os.geteuid() != 0:
+        pytest.skip(f"needs root and SLURM: {', '.join(missing) or 'not root'}")
+    with Slurm(3) as slurm:
+        yield slurm
+
+
+class Training:
+    """Starts jobs of three nodes with one rank each, in a folder of their own."""
+
+    def __init__(self, slurm: Slurm, folder: Path) -> None:
+        self.slurm, self.folder, self.jobs = slurm, folder, list[Job]()
+
+    def start(self, *options: str, sbatch: tuple[str, ...] = (), steps: int = 100, **env: str) -> Job:
+        """Submits one.
+
+        Args:
+            options: of ftrun.
+            sbatch: options of sbatch, before the script.
+            steps: how many there are, of 0.1 s.
+            env: variables of the job.
+        """
+        batch = ("--nodes=3", "--output=ft-%j-batch.log", *sbatch, str(SCRIPT), "--events", self.events)
+        work = (str(PROGRAM), str(self.folder / "checkpoints"), str(steps), "0.1")
+        job = self.slurm.submit(
+            *batch, *options, *work, folder=self.folder, **{"RANKS_PER_NODE": "1", "MIN_NODES": "2", **env}
+        )
+        self.jobs.append(job)
+        return job
+
+    @property
+    def events(self) -> str:
+        """The folder of the events."""
+        return str(self.folder / "events")
+
+    def report(self) -> str:
+        """What ``ftrun report`` says afterwards."""
+        return self.slurm.call("ftrun", "report", self.events)
+
+    def call(self, job: Job, command: str, *words: str) -> str:
+        """Runs a command of ftrun for a job, from the controller's machine."""
+        secret = (self.folder / f"ft-{job.number}.secret").read_text()
+        where = f"{self.slurm.nodes[0]}:{PORT}"
+        return self.slurm.call("ftrun", command, *words, where, env={"FT_WRAPPER_SECRET": secret})
+
+
+@pytest.fixture
+def training(slurm: Slurm, tmp_path: Path) -> Iterator[Training]:
+    """Starts jobs; none of them leaves anything on a node."""
+    training = Training(slurm, tmp_path)
+    yield training
+    for job in training.jobs:
+        slurm.run("scancel", "--quiet", job.number)
+    try:
+        slurm.until_empty()
+    finally:
+        slurm.repair()
+
+
+def lost(job: Job) -> int:
+    """How many steps were done more than once."""
+    return sum(times > 1 for times in job.steps.values())
+
+
+def results(job: Job) -> set[str]:
+    """What the ranks returned, each the digest of its weights."""
+    return {line.rpartition(" ")[2] for line in job.said.splitlines() if line.startswith("RESULT")}
+
+
+def test_a_clean_run(training: Training) -> None:
+    job = training.start(steps=40)
+    assert job.end() == DONE, job.describe()
+    assert len(results(job)) == 1 and job.said.count("RESULT") == 3, job.describe()
+    assert lost(job) == 0
+    print(training.report(), job.describe())
+
+
+def test_a_killed_rank(training: Training) -> None:
+    job = training.start()
+    job.until_said("STEP 20 rank 1")
+    os.kill(pid := job.pid(1), signal.SIGKILL)
+    assert job.end() == DONE, job.describe()
+    assert lost(job) == 0
+    assert len(results(job)) == 1 and job.said.count("RESULT") == 3, job.describe()
+    print(pid, training.report(), job.describe())
+
+
+def test_a_killed_ftrun(training: Training, slurm: Slurm) -> None:
+    job = training.start()
+    job.until_said("STEP 20 rank 1")
+    job.task(slurm.nodes[1]).kill()
+    assert job.end() == DONE, job.describe()
+    assert lost(job) == 0
+    assert len(results(job)) == 1 and job.said.count("RESULT") == 2, job.describe()
+    print(training.report(), job.describe())
+
+
+def test_a_killed_slurmstepd(training: Training, slurm: Slurm) -> None:
+    job = training.start()
+    job.until_said("STEP 20 rank 1")
+    stepd = job.task(slurm.nodes[1]).parent()
+    stepd.kill()
+    print(job.end(), job.shown())
+    print(training.report(), job.describe(), lost(job))
+
+
+def test_a_later_node_loses_its_power(training: Training, slurm: Slurm) -> None:
+    job = training.start(steps=300)
+    job.until_said("STEP 20 rank 2")
+    slurm.power_off(slurm.nodes[2])
+    print(job.end(), job.shown())
+    print(training.report(), job.describe(), lost(job))
+
+
+def test_the_first_node_loses_its_power(training: Training, slurm: Slurm) -> None:
+    job = training.start(steps=200)
+    job.until_said("STEP 30 rank 2")
+    tasks = [job.task(node) for node in slurm.nodes[1:]]
+    slurm.power_off(slurm.nodes[0])
+    gone, alive = psutil.wait_procs(tasks, timeout=90)
+    print(gone, alive, job.state)
+    job.until_state("PENDING", seconds=150)
+    print(job.shown(), slurm.call("sinfo"))
+    slurm.power_on(slurm.nodes[0])
+    slurm.call("scontrol", "update", f"jobid={job.number}", "starttime=now")
+    print(job.end(), job.shown())
+    print(training.report(), job.describe(), lost(job))
+
+
+def test_a_node_is_set_down(training: Training, slurm: Slurm) -> None:
+    job = training.start()
+    job.until_said("STEP 20 rank 2")
+    slurm.call("scontrol", "update", f"nodename={slurm.nodes[2]}", "state=down", "reason=test")
+    print(job.end(), job.shown())
+    print(training.report(), job.describe(), lost(job))
+
+
+def test_a_bad_node_is_kept_out_until_it_is_repaired(training: Training, slurm: Slurm) -> None:
+    broken = training.folder / f"broken-{slurm.nodes[1]}"
+    broken.touch()
+    check = f"test ! -e {training.folder}/broken-$(hostname) || {{ echo a broken link; exit 1; }}"
+    job = training.start("--node-check", check, "--rdzv-conf", "last_call_timeout=3", steps=200)
+    job.until_said("STEP 20 rank 1")
+    status = training.call(job, "status")
+    print(status)
+    broken.unlink()
+    job.until_said("joined")
+    print(training.call(job, "status"))
+    print(job.end(), job.shown())
+    print(training.report(), job.describe(), lost(job))
+
+
+def test_a_drained_node(training: Training, slurm: Slurm) -> None:
+    job = training.start(steps=200)
+    job.until_said("STEP 20 rank 2")
+    training.call(job, "drain", "node:2", "--why", "maintenance")
+    print(job.end(), job.shown())
+    print(training.report(), job.describe(), lost(job))
