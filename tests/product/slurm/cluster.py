@@ -137,13 +137,25 @@ class Slurm(Network):
         """Runs a command on a machine, by default the controller's; returns what it prints.
 
         Raises:
-            subprocess.CalledProcessError: it failed.
+            AssertionError: it failed.
         """
-        return self._run(machine, command, env).stdout
+        ended = self._run(machine, command, env)
+        assert ended.returncode == 0, f"{' '.join(command)}: exit code {ended.returncode}\n{ended.stderr}"
+        return ended.stdout
 
     def run(self, *command: str, machine: int = 0) -> subprocess.CompletedProcess[str]:
         """The same for a command that may fail: returns how it ended."""
-        return self._run(machine, command, check=False)
+        return self._run(machine, command)
+
+    def start(self, *command: str) -> subprocess.Popen[str]:
+        """Starts a command on the controller's machine; its stdout has its stderr, too."""
+        return subprocess.Popen(
+            [*self.command(0), *command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=self._environment(),
+        )
 
     def submit(self, *words: str, folder: Path, **env: str) -> Job:
         """Submits a batch job.
@@ -208,11 +220,10 @@ class Slurm(Network):
         return self._namespace(self._machine(node))
 
     def _run(
-        self, machine: int, command: tuple[str, ...], env: Mapping[str, str] | None = None, check: bool = True
+        self, machine: int, command: tuple[str, ...], env: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [*self.command(machine), *command],
-            check=check,
             capture_output=True,
             text=True,
             timeout=120,
@@ -264,7 +275,7 @@ class Slurm(Network):
 
     def _start(self, machine: int, *command: str) -> None:
         """Starts a daemon, which returns once it is in the background."""
-        self._run(machine, command)
+        self.call(*command, machine=machine)
 
     def _pids(self, machine: int) -> list[int]:
         namespace = self._namespace(machine)
@@ -327,11 +338,10 @@ class Job:
 
     def task(self, node: str, step: str = "0") -> psutil.Process:
         """What a node runs for a step: its ftrun."""
-        parent = f"slurmstepd: [{self.number}.{step}]"
-        for process in self.slurm.processes(node):
+        daemon = f"slurmstepd: [{self.number}.{step}]"
+        for process in self.slurm.processes(node, "/ftrun "):
             with contextlib.suppress(psutil.Error):
-                above = process.parent()
-                if above is not None and parent in " ".join(above.cmdline()):
+                if any(daemon in " ".join(above.cmdline()) for above in process.parents()[:2]):
                     return process
         raise AssertionError(f"no task of step {step} on {node}\n{self.describe()}")
 

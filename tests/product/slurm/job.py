@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ft_wrapper import CallWrapper, LiveState, Wrapper
 from ft_wrapper.checkpoints import Checkpoints
 
+HUNGRY = "HUNGRY" in os.environ  # rank 1 takes all memory in step 20
 EVERY = 20  # steps from one checkpoint to the next
 
 
@@ -71,6 +72,10 @@ def train(call_wrapper: CallWrapper, folder: str, steps: int, pause: float) -> s
         live["optimizer"].zero_grad()
         (ddp(torch.randn(16, 32)) - 1).square().mean().backward()
         live.commit()
+        if HUNGRY and step == 20 and (rank, call_wrapper.iteration) == (1, 0):
+            hog = [bytearray(os.urandom(1 << 20) * 16)]
+            while True:  # until the kernel ends it
+                hog.append(bytearray(hog[0]))
         say(f"STEP {step} rank {rank} pid {os.getpid()}")
         time.sleep(pause)  # what a real step takes
         if (step + 1) % EVERY == 0:

@@ -56,11 +56,13 @@ class Training:
             steps: how many there are, of 0.1 s.
             env: variables of the job.
         """
-        batch = ("--nodes=3", "--output=ft-%j-batch.log", *sbatch, str(SCRIPT), "--events", self.events)
+        script = (str(SCRIPT), "--events", self.events, *options)
+        return self.submit("--nodes=3", *sbatch, *script, steps=steps, RANKS_PER_NODE="1", MIN_NODES="2", **env)
+
+    def submit(self, *words: str, steps: int = 100, **env: str) -> Job:
+        """Submits a job of another script."""
         work = (str(PROGRAM), str(self.folder / "checkpoints"), str(steps), "0.1")
-        job = self.slurm.submit(
-            *batch, *options, *work, folder=self.folder, **{"RANKS_PER_NODE": "1", "MIN_NODES": "2", **env}
-        )
+        job = self.slurm.submit("--output=ft-%j-batch.log", *words, *work, folder=self.folder, **env)
         self.jobs.append(job)
         return job
 
@@ -95,7 +97,7 @@ def training(slurm: Slurm, tmp_path: Path) -> Iterator[Training]:
 
 def lost(job: Job) -> int:
     """How many steps were done more than once."""
-    return sum(times > 1 for times in job.steps.values())
+    return len({step for (step, _), times in job.steps.items() if times > 1})
 
 
 def results(job: Job) -> set[str]:
@@ -134,7 +136,7 @@ def test_a_killed_ftrun(training: Training, slurm: Slurm) -> None:
 def test_a_killed_slurmstepd(training: Training, slurm: Slurm) -> None:
     job = training.start()
     job.until_said("STEP 20 rank 1")
-    stepd = job.task(slurm.nodes[1]).parent()
+    stepd = job.task(slurm.nodes[1]).parents()[1]
     stepd.kill()
     print(job.end(), job.shown())
     print(training.report(), job.describe(), lost(job))
@@ -155,7 +157,7 @@ def test_the_first_node_loses_its_power(training: Training, slurm: Slurm) -> Non
     slurm.power_off(slurm.nodes[0])
     gone, alive = psutil.wait_procs(tasks, timeout=90)
     print(gone, alive, job.state)
-    job.until_state("PENDING", seconds=150)
+    until(lambda: job.shown()["Restarts"]=="1", "requeued", 150, lambda: (slurm._root/"slurmctld.log").read_text()[-3000:])
     print(job.shown(), slurm.call("sinfo"))
     slurm.power_on(slurm.nodes[0])
     slurm.call("scontrol", "update", f"jobid={job.number}", "starttime=now")
@@ -189,6 +191,58 @@ def test_a_bad_node_is_kept_out_until_it_is_repaired(training: Training, slurm: 
 def test_a_drained_node(training: Training, slurm: Slurm) -> None:
     job = training.start(steps=200)
     job.until_said("STEP 20 rank 2")
-    training.call(job, "drain", "node:2", "--why", "maintenance")
+    training.call(job, "drain", "node:2")
+    print(job.end(), job.shown())
+    print(training.report(), job.describe(), lost(job))
+
+
+def step_of_ones_own(training: Training, job: Job, node: str, *options: str) -> subprocess.Popen[str]:
+    """Starts an ftrun for a job in a second step of it."""
+    slurm = training.slurm
+    attempt = f"{job.number}-0"
+    return slurm.start(
+        "srun", f"--jobid={job.number}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}",
+        *("ftrun", "--nnodes", "2:3", "--nproc-per-node", "1", "--rdzv-endpoint", f"{slurm.nodes[0]}:{PORT}"),
+        *("--rdzv-id", attempt, "--job-secret-file", str(training.folder / f"ft-{job.number}.secret")),
+        *options, str(PROGRAM), str(training.folder / "checkpoints"), "300", "0.1",
+    )
+
+
+def test_a_second_step_takes_a_lost_nodes_place(training: Training, slurm: Slurm) -> None:
+    job = training.start(steps=300)
+    job.until_said("STEP 20 rank 2")
+    with step_of_ones_own(training, job, slurm.nodes[2]) as step:
+        said, _ = step.communicate(timeout=120)
+    print(step.returncode, said)
+    job.task(slurm.nodes[2]).kill()
+    with step_of_ones_own(training, job, slurm.nodes[2], "--node-id", "2") as step:
+        said, _ = step.communicate(timeout=120)
+    print(step.returncode, said)
+    print(job.end(), job.shown())
+    print(training.report(), job.describe(), lost(job))
+
+
+EACH_RANK = """#!/bin/bash
+#SBATCH --ntasks=3 --ntasks-per-node=1 --no-kill
+export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -1) MASTER_PORT=29500
+srun --wait=0 --kill-on-bad-exit=0 --no-kill --output=ft-%j-%N.log bash -c '
+    export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID
+    exec python "$@"' rank "$@"
+"""
+
+
+def test_a_task_for_each_rank(training: Training, slurm: Slurm) -> None:
+    script = training.folder / "ranks.sbatch"
+    script.write_text(EACH_RANK)
+    job = training.submit("--nodes=3", str(script), FT_WRAPPER_EVENTS=str(training.folder / "events-%h"))
+    job.until_said("STEP 20 rank 1")
+    os.kill(job.pid(1), signal.SIGKILL)
+    print(job.end(), job.shown())
+    print(job.describe(), lost(job), os.listdir(training.folder))
+    print(slurm.call("sh", "-c", f"ftrun report {training.folder}/events-*"))
+
+
+def test_out_of_memory(training: Training, slurm: Slurm) -> None:
+    job = training.start(sbatch=("--mem=1500",), HUNGRY="1")
     print(job.end(), job.shown())
     print(training.report(), job.describe(), lost(job))
