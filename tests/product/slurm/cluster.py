@@ -355,6 +355,11 @@ class Job:
         until(lambda: self.shown()["JobState"] in states, f"job {' or '.join(states)}", seconds, self.describe)
         return self.state
 
+    def run_again(self, seconds: float = 150.0) -> None:
+        """Waits until it is requeued, and starts it at once: SLURM would wait for two minutes."""
+        self.until_state("PENDING", seconds=seconds)
+        self.slurm.call("scontrol", "update", f"jobid={self.number}", "starttime=now")
+
     def end(self, seconds: float = 180.0) -> str:
         """Waits for its end; returns state and exit code."""
         ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED")

@@ -65,7 +65,7 @@ def train(call_wrapper: CallWrapper, folder: str, steps: int, pause: float) -> s
             value.load_state_dict(state[name])
         return newest.step
 
-    live = LiveState(call_wrapper, build, restore=restore, seed=0)
+    live = LiveState(call_wrapper, build, restore=restore, on_notice=save, seed=0)
     ddp = live.data_parallel(find_unused_parameters=True)
     say(f"ENTER rank {rank} of {dist.get_world_size()} on {socket.gethostname()} at step {live.step}")
     for step in live.steps(steps):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -246,3 +247,39 @@ def test_out_of_memory(training: Training, slurm: Slurm) -> None:
     job = training.start(sbatch=("--mem=1500",), HUNGRY="1")
     print(job.end(), job.shown())
     print(training.report(), job.describe(), lost(job))
+
+
+def test_a_notice_ends_nothing(training: Training, slurm: Slurm) -> None:
+    job = training.start()
+    job.until_said("STEP 22 rank 1")
+    slurm.call("scancel", "--signal=USR1", f"{job.number}.0")
+    print(job.end(), job.shown())
+    print(training.report(), job.describe(), lost(job), job.said.count("SAVED"))
+
+
+def test_sigterm(training: Training, slurm: Slurm) -> None:
+    job = training.start(steps=150)
+    job.until_said("STEP 22 rank 1")
+    slurm.call("scancel", "--signal=TERM", f"{job.number}.0")
+    job.run_again()
+    print(job.end(), job.shown())
+    print(training.report(), job.describe(), lost(job), re.findall("(?m)^SAVED.*", job.said))
+
+
+def test_the_time_limit(training: Training, slurm: Slurm) -> None:
+    job = training.start(steps=300, sbatch=("--time=1", "--signal=B:USR1@25"))
+    job.run_again()
+    job.run_again()
+    print(job.end(), job.shown())
+    print(training.report(), job.describe(), lost(job), re.findall("(?m)^SAVED.*", job.said))
+
+
+def test_preemption(training: Training, slurm: Slurm) -> None:
+    job = training.start(steps=150)
+    job.until_said("STEP 22 rank 1")
+    other = slurm.submit("--partition=high", "--nodes=3", "--output=other.log", "--wrap=srun sleep 1; echo over", folder=training.folder)
+    training.jobs.append(other)
+    print(other.end(), job.state)
+    job.run_again()
+    print(job.end(), job.shown())
+    print(training.report(), job.describe(), lost(job), re.findall("(?m)^SAVED.*", job.said))
