@@ -17,7 +17,7 @@ PYTEST := $(BIN)/python -m pytest
 AT_ONCE := --numprocesses $(WORKERS) --dist worksteal
 
 .DELETE_ON_ERROR:
-.PHONY: help install demo soak soak-live soak-nodes soak-etcd test test-all tests all-tests test-gpu test-pods test-frameworks test-frameworks-all framework-runs framework-tests matrix matrix-torch explore mutants lint format docs \
+.PHONY: help install demo soak soak-live soak-nodes soak-etcd test test-all tests all-tests test-gpu test-pods test-slurm test-frameworks test-frameworks-all framework-runs framework-tests matrix matrix-torch explore mutants lint format docs \
 	bench clean distclean
 
 help:
@@ -30,7 +30,8 @@ help:
 	@echo "make test       lint, documentation and all tests but the nightly ones"
 	@echo "make test-all   the nightly ones too"
 	@echo "make test-gpu   what one GPU shows, shared by two ranks, or two GPUs; a table of it at the end"
-	@echo "make test-pods  what becomes of a job in pods, in namespaces of this machine; needs root"
+	@echo "make test-slurm faults in jobs of a real SLURM; as root, on a machine with SLURM's programs"
+	@echo "make test-pods  faults in pods: namespaces of this machine; as root"
 	@echo "make test-frameworks  FSDP2, Lightning, Hugging Face and others through faults, in $(FRAMEWORKS)"
 	@echo "make test-frameworks-all  the same, ten runs of each"
 	@echo "make matrix     every fault in every place, of which make test runs a part"
@@ -94,6 +95,10 @@ test-gpu: $(INSTALLED)
 # One at a time: a pod waits for processors as little as on a node of its own.
 test-pods: $(INSTALLED)
 	$(PYTEST) -m "" tests/product/pods
+
+# One SLURM, one job at a time. On Debian: apt-get install munge slurmctld slurmd slurm-client slurm-wlm-basic-plugins
+test-slurm: $(INSTALLED)
+	$(PYTEST) -m "" tests/product/slurm
 
 # In a virtual environment of their own; torch goes first again.
 FRAMEWORKS := .venv-frameworks

@@ -221,7 +221,7 @@ def main_drain(argv: Sequence[str]) -> int:
     parser = _parser("drain", what)
     what = f"after this long, terminate ranks that have not left (default: {WITHIN:g})"
     parser.add_argument("--within", type=float, default=WITHIN, metavar="SECONDS", help=what)
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)  # options also between the two
     if not re.fullmatch(r"slot:\d+|node:.+|(?!slot:|node:).+", args.target, re.DOTALL):
         parser.error(f"{args.target!r}: name a node or a slot: NODE, node:ID, SLOT or slot:N")
     _check_within(parser, args.within)

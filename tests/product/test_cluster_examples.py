@@ -19,6 +19,7 @@ CLUSTER = ROOT / "examples" / "cluster"
 TIMEOUT = 240.0
 
 SCONTROL = """#!/bin/sh
+[ "$1" != requeue ] || { echo "requeued $2"; exit; }
 [ "$*" = "show hostnames node[0-1]" ] || exit 9
 echo localhost
 seq -f node%g 20000  # more than a pipe holds: one who reads the first line alone ends this with SIGPIPE
@@ -45,41 +46,69 @@ def path(tmp_path: Path) -> str:
     return os.pathsep.join([str(tmp_path), sysconfig.get_path("scripts"), os.environ["PATH"]])
 
 
-@pytest.mark.nightly("two nodes of ftrun meet in tests/process/agent/test_nodes.py always")
-def test_the_slurm_script_runs_a_job_on_all_nodes(path: str) -> None:
-    env = {
-        **os.environ,
-        "PATH": path,
-        "SLURM_JOB_NODELIST": "node[0-1]",
-        "SLURM_JOB_NUM_NODES": "2",
-        "SLURM_JOB_ID": "4711",
-        "RANKS_PER_NODE": "1",
-        "PORT": str(free_port()),
-    }
-    ended = subprocess.run(
-        ["bash", str(CLUSTER / "slurm.sbatch"), str(ROOT / "examples" / "minimal.py")],
-        env=env,
+def run_script(folder: Path, path: str, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Runs the script for SLURM in a folder."""
+    job = {"SLURM_JOB_NODELIST": "node[0-1]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "4711"}
+    return subprocess.run(
+        ["bash", str(CLUSTER / "slurm.sbatch"), *words],
+        env={**os.environ, "PATH": path, **job, **env},
+        cwd=folder,
         capture_output=True,
         text=True,
         timeout=TIMEOUT,
     )
+
+
+@pytest.mark.nightly("two nodes of ftrun meet in tests/process/agent/test_nodes.py always")
+def test_the_slurm_script_runs_a_job_on_all_nodes(path: str, tmp_path: Path) -> None:
+    (folder := tmp_path / "submitted").mkdir()
+    minimal = str(ROOT / "examples" / "minimal.py")
+    ended = run_script(folder, path, minimal, RANKS_PER_NODE="1", PORT=str(free_port()))
     assert ended.returncode == 0, ended.stderr
     # Two nodes write to one stdout, and unbuffered Python writes the ends of lines by themselves.
     assert ended.stdout.count("the last sum is 18.0") == 2, ended.stderr
-    assert not ended.stdout.replace("the last sum is 18.0", "").strip()
-    assert "4711: node 1 (localhost) has group rank 1 of 2" in ended.stderr
+    assert ended.stdout.replace("the last sum is 18.0", "").strip() == "attempt 4711-0 ends with 0"
+    assert "4711-0: node 1 (localhost) has group rank 1 of 2" in ended.stderr
+    assert not any(folder.iterdir())
 
 
-def test_the_slurm_script_says_what_it_needs(path: str) -> None:
-    ended = subprocess.run(
-        ["bash", str(CLUSTER / "slurm.sbatch")],
-        env={**os.environ, "PATH": path},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-    )
+@pytest.mark.parametrize(
+    ("codes", "env", "code", "is_requeued"),
+    [
+        (("75", "75"), {}, 75, True),
+        (("", "75"), {"PATIENCE": "0.1"}, 75, True),  # task 0 was killed, with the verdict
+        (("0", "143"), {}, 0, False),
+        (("1", "75"), {}, 1, False),
+        (("75", "75"), {"STATE": "CANCELLED"}, 75, False),
+        (("75", "75"), {"SLURM_RESTART_COUNT": "20"}, 75, False),
+        (("75", "75"), {"SLURM_RESTART_COUNT": "2", "MAX_REQUEUES": "3"}, 75, True),
+    ],
+)
+def test_the_slurm_script_requeues_a_job_that_may_succeed_then(
+    path: str, tmp_path: Path, codes: tuple[str, str], env: dict[str, str], code: int, is_requeued: bool
+) -> None:
+    """Each task's ftrun ends with a code of its own, or is killed: that of task 0 is the job's."""
+    ftrun = f"""case $SLURM_PROCID in 0) code={codes[0]};; 1) code={codes[1]};; esac
+[ "$code" ] || kill -KILL $$
+printf '{{"exit_code": %d, "why": ""}}' "$code" >"$2"
+exit "$code"
+"""
+    patience = f'shift; exec {shutil.which("timeout")} "${{PATIENCE:-60}}" "$@"'
+    squeue = 'echo "${STATE:-RUNNING}"'
+    for name, script in (("ftrun", ftrun), ("squeue", squeue), ("timeout", patience)):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    (folder := tmp_path / "submitted").mkdir()
+    ended = run_script(folder, path, "train.py", **env)
+    assert ended.returncode == code, ended.stderr
+    assert ("requeued 4711" in ended.stdout) == is_requeued
+    assert not any(folder.iterdir())
+
+
+def test_the_slurm_script_says_what_it_needs(path: str, tmp_path: Path) -> None:
+    ended = run_script(tmp_path, path)
     assert ended.returncode == 2
-    assert ended.stderr == "usage: sbatch --nodes N slurm.sbatch SCRIPT [ARGUMENT]...\n"
+    assert ended.stderr == "usage: sbatch --nodes N slurm.sbatch [OPTION]... SCRIPT [ARGUMENT]...\n"
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck")

@@ -268,7 +268,8 @@ def test_what_a_drain_is_asked_of_is_read_before_it_connects(
     monkeypatch.setattr(cli, "_check_listens", lambda _: None)
     monkeypatch.setattr(control, "drain", lambda _, target, *__: asked.append(target) or "done")
     good = ["0", "node-7", "node:0", "slot:3", "slot", "node", "a:b", "Knoten 7\n"]
-    assert [cli.main_drain([target, "localhost:1"]) for target in good] == [0] * len(good)
+    words = [[target, "--why", "options between the two", "localhost:1"] for target in good]
+    assert [cli.main_drain(each) for each in words] == [0] * len(good)
     assert asked == good
     for target in ("", "slot:", "slot:x", "slot:-1", "slot:1.5", "node:"):
         with pytest.raises(SystemExit, match="2"):

@@ -7,6 +7,8 @@ socket, is shared. Only the kernel, the disk and the processors are the same for
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import os
 import re
 import shutil
@@ -203,9 +205,12 @@ class Slurm(Network):
 
     def until_empty(self, seconds: float = 60.0) -> None:
         """Waits until no job is queued, and no process of one is left on any node."""
-        left = lambda: [p.cmdline() for node in self.nodes for p in self.processes(node) if p.name() != "slurmd"]
         until(lambda: not self.call("squeue", "-h"), "no job", seconds, lambda: self.call("squeue"))
-        until(lambda: not left(), "no process of a job on the nodes", seconds, left)
+        until(lambda: not self._left(), "no process of a job on the nodes", seconds, self._left)
+
+    def _left(self) -> list[str]:
+        found = [process for node in self.nodes for process in self.processes(node)]
+        return [" ".join(process.cmdline()) for process in found if process.name() != "slurmd"]
 
     def _state(self, node: str) -> str:
         return self.call("sinfo", "-h", "-p", "low", "-n", node, "-o", "%T").strip()
@@ -238,7 +243,9 @@ class Slurm(Network):
 
     def _write_names(self, host: int) -> None:
         """As on a cluster, all machines have the same names, and none of them leads to the loopback."""
-        names = {self.address(other): self.name(other) for other in range(self._size)} | {"127.0.0.1": "localhost"}
+        names = {self.address(other): self.name(other) for other in range(self._size)} | {
+            "127.0.0.1": "localhost"
+        }
         hosts = self._hosts(host)
         hosts.parent.mkdir(parents=True, exist_ok=True)
         hosts.write_text("".join(f"{address} {name}\n" for address, name in names.items()))
@@ -268,10 +275,15 @@ class Slurm(Network):
         key = self._root / "munge.key"
         key.touch(0o600)
         key.write_bytes(os.urandom(1024))
-        files = {"key-file": key, "socket": "munge.socket", "pid-file": "munge.pid", "seed-file": "munge.seed"}
+        files = {
+            "key-file": key,
+            "socket": "munge.socket",
+            "pid-file": "munge.pid",
+            "seed-file": "munge.seed",
+        }
         words = [f"--{name}={self._root / file}" for name, file in files.items()]
         # It puts itself into the background once it is up.
-        subprocess.run(["munged", *words, f"--log-file={self._root / 'munge.log'}"], check=True, timeout=60)
+        subprocess.run(["munged", *words], check=True, timeout=60)
 
     def _start(self, machine: int, *command: str) -> None:
         """Starts a daemon, which returns once it is in the background."""
@@ -330,40 +342,50 @@ class Job:
     @property
     def steps(self) -> Counter[tuple[int, int]]:
         """How often a rank has done a step, by step and rank."""
-        return Counter((int(step), int(rank)) for step, rank in re.findall(r"^STEP (\d+) rank (\d+)", self.said, re.M))
+        found = re.findall(r"^STEP (\d+) rank (\d+)", self.said, re.M)
+        return Counter((int(step), int(rank)) for step, rank in found)
 
     def pid(self, rank: int) -> int:
         """The process of a rank."""
         return int(re.findall(rf"^STEP \d+ rank {rank} pid (\d+)", self.said, re.M)[-1])
 
-    def task(self, node: str, step: str = "0") -> psutil.Process:
-        """What a node runs for a step: its ftrun."""
-        daemon = f"slurmstepd: [{self.number}.{step}]"
+    def task(self, node: str) -> psutil.Process:
+        """The supervisor that the job's step runs on a node."""
+        daemon = f"slurmstepd: [{self.number}.0]"
         for process in self.slurm.processes(node, "/ftrun "):
             with contextlib.suppress(psutil.Error):
-                if any(daemon in " ".join(above.cmdline()) for above in process.parents()[:2]):
+                if daemon in " ".join(process.parents()[1].cmdline()):  # above the task's shell
                     return process
-        raise AssertionError(f"no task of step {step} on {node}\n{self.describe()}")
+        raise AssertionError(f"no ftrun on {node}\n{self.describe()}")
 
-    def until_said(self, *words: str, seconds: float = 120.0, times: int = 1) -> None:
-        """Waits until each of some texts is there so many times."""
-        for word in words:
-            until(lambda: self.said.count(word) >= times, f"{word!r}, {times} times", seconds, self.describe)
+    def agent(self, node: str) -> psutil.Process:
+        """The ftrun that the supervisor runs."""
+        (agent,) = self.task(node).children()
+        return agent
 
-    def until_state(self, *states: str, seconds: float = 120.0) -> str:
-        """Waits for one of some states; returns state and exit code."""
-        until(lambda: self.shown()["JobState"] in states, f"job {' or '.join(states)}", seconds, self.describe)
+    def until_said(self, *words: str, seconds: float = 120.0) -> None:
+        """Waits until all of some texts are there."""
+        until(lambda: all(w in self.said for w in words), " and ".join(words), seconds, self.describe)
+
+    def end(self, seconds: float = 240.0) -> str:
+        """Waits for its end; returns state and exit code. Requeued, it starts at once, not after two minutes.
+
+        Args:
+            seconds: how long each attempt may take.
+        """
+        for attempt in itertools.count(1):
+            look = functools.partial(self._is_over, attempt)
+            until(look, "the job is over, or requeued", seconds, self.describe)
+            if self.shown()["JobState"] != "PENDING":
+                break
+            self.slurm.call("scontrol", "update", f"jobid={self.number}", "starttime=now")
         return self.state
 
-    def run_again(self, seconds: float = 150.0) -> None:
-        """Waits until it is requeued, and starts it at once: SLURM would wait for two minutes."""
-        self.until_state("PENDING", seconds=seconds)
-        self.slurm.call("scontrol", "update", f"jobid={self.number}", "starttime=now")
-
-    def end(self, seconds: float = 180.0) -> str:
-        """Waits for its end; returns state and exit code."""
-        ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED")
-        return self.until_state(*ended, seconds=seconds)
+    def _is_over(self, attempt: int) -> bool:
+        shown = self.shown()
+        if shown["JobState"] == "PENDING":
+            return int(shown["Restarts"]) >= attempt
+        return shown["JobState"] not in ("RUNNING", "COMPLETING", "CONFIGURING")
 
     def describe(self) -> str:
         """For an error: its state, and its last lines but those of steps."""

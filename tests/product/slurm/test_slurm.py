@@ -5,13 +5,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +21,8 @@ FOLDER = Path(__file__).parent
 SCRIPT = FOLDER.parents[2] / "examples" / "cluster" / "slurm.sbatch"
 PROGRAM = FOLDER / "job.py"
 PORT = 29400
+STEPS = 100
+EVERY = 20  # steps from one checkpoint to the next, of job.py
 DONE = "COMPLETED 0:0"
 
 pytestmark = [
@@ -32,60 +32,92 @@ pytestmark = [
 ]
 
 
+class Training:
+    """Starts jobs of three nodes with one rank each.
+
+    Args:
+        slurm: where.
+        folder: of their own, in which they are submitted.
+    """
+
+    def __init__(self, slurm: Slurm, folder: Path) -> None:
+        self.slurm, self.folder, self.jobs = slurm, folder, list[Job]()
+
+    def start(
+        self, *options: str, sbatch: tuple[str, ...] = (), steps: int = STEPS, pause: float = 0.2, **env: str
+    ) -> Job:
+        """Submits a job of the script.
+
+        Args:
+            options: of ftrun.
+            sbatch: options of sbatch.
+            steps: how many there are.
+            pause: how long each one takes.
+            env: variables of the job.
+        """
+        script = (str(SCRIPT), "--events", str(self.folder / "events"), *options)
+        env = {"RANKS_PER_NODE": "1", "MIN_NODES": "2", **env}
+        return self.submit("--nodes=3", *sbatch, *script, *self.work(steps, pause), **env)
+
+    def submit(self, *words: str, **env: str) -> Job:
+        """Submits any job."""
+        job = self.slurm.submit("--output=ft-%j-batch.log", *words, folder=self.folder, **env)
+        self.jobs.append(job)
+        return job
+
+    def work(self, steps: int = STEPS, pause: float = 0.2) -> tuple[str, ...]:
+        """What ftrun runs."""
+        return str(PROGRAM), str(self.folder / "checkpoints"), str(steps), str(pause)
+
+    def call(self, job: Job, command: str, *words: str) -> str:
+        """What a command of ftrun says of a job, in one line; it runs on the controller's machine."""
+        secret = (self.folder / f"ft-{job.number}.secret").read_text()
+        where = f"{self.slurm.nodes[0]}:{PORT}"
+        return joined(self.slurm.call("ftrun", command, *words, where, env={"FT_WRAPPER_SECRET": secret}))
+
+    def report(self) -> str:
+        """What ``ftrun report`` says afterwards, in one line."""
+        return joined(self.slurm.call("ftrun", "report", str(self.folder / "events")))
+
+
+def joined(text: str) -> str:
+    """In one line."""
+    return " ".join(text.split())
+
+
+def lost(job: Job) -> int:
+    """How many steps were done more than once."""
+    return len({step for (step, _), times in job.steps.items() if times > 1})
+
+
+def results(job: Job) -> list[str]:
+    """What the ranks returned: the digest of their weights."""
+    return [line.rpartition(" ")[2] for line in job.said.splitlines() if line.startswith("RESULT")]
+
+
+def entries(job: Job) -> list[int]:
+    """At which steps rank 0 has entered the function."""
+    return [int(step) for step in re.findall(r"^ENTER rank 0 .* at step (\d+)", job.said, re.M)]
+
+
+def saved(job: Job) -> list[int]:
+    """The steps of the checkpoints that a notice asked for."""
+    return [step for step in map(int, re.findall(r"^SAVED step (\d+)", job.said, re.M)) if step % EVERY]
+
+
 @pytest.fixture(scope="module")
 def slurm() -> Iterator[Slurm]:
     """A SLURM of three nodes, for all cases."""
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
     if missing or os.geteuid() != 0:
-        pytest.skip(f"needs root and SLURM: {', '.join(missing) or 'not root'}")
+        pytest.skip(f"needs SLURM and root: there is no {', '.join([*missing, 'root'])}")
     with Slurm(3) as slurm:
         yield slurm
 
 
-class Training:
-    """Starts jobs of three nodes with one rank each, in a folder of their own."""
-
-    def __init__(self, slurm: Slurm, folder: Path) -> None:
-        self.slurm, self.folder, self.jobs = slurm, folder, list[Job]()
-
-    def start(self, *options: str, sbatch: tuple[str, ...] = (), steps: int = 100, **env: str) -> Job:
-        """Submits one.
-
-        Args:
-            options: of ftrun.
-            sbatch: options of sbatch, before the script.
-            steps: how many there are, of 0.1 s.
-            env: variables of the job.
-        """
-        script = (str(SCRIPT), "--events", self.events, *options)
-        return self.submit("--nodes=3", *sbatch, *script, steps=steps, RANKS_PER_NODE="1", MIN_NODES="2", **env)
-
-    def submit(self, *words: str, steps: int = 100, **env: str) -> Job:
-        """Submits a job of another script."""
-        work = (str(PROGRAM), str(self.folder / "checkpoints"), str(steps), "0.1")
-        job = self.slurm.submit("--output=ft-%j-batch.log", *words, *work, folder=self.folder, **env)
-        self.jobs.append(job)
-        return job
-
-    @property
-    def events(self) -> str:
-        """The folder of the events."""
-        return str(self.folder / "events")
-
-    def report(self) -> str:
-        """What ``ftrun report`` says afterwards."""
-        return self.slurm.call("ftrun", "report", self.events)
-
-    def call(self, job: Job, command: str, *words: str) -> str:
-        """Runs a command of ftrun for a job, from the controller's machine."""
-        secret = (self.folder / f"ft-{job.number}.secret").read_text()
-        where = f"{self.slurm.nodes[0]}:{PORT}"
-        return self.slurm.call("ftrun", command, *words, where, env={"FT_WRAPPER_SECRET": secret})
-
-
 @pytest.fixture
 def training(slurm: Slurm, tmp_path: Path) -> Iterator[Training]:
-    """Starts jobs; none of them leaves anything on a node."""
+    """Starts jobs; nothing of them is left on a node."""
     training = Training(slurm, tmp_path)
     yield training
     for job in training.jobs:
@@ -96,135 +128,257 @@ def training(slurm: Slurm, tmp_path: Path) -> Iterator[Training]:
         slurm.repair()
 
 
-def lost(job: Job) -> int:
-    """How many steps were done more than once."""
-    return len({step for (step, _), times in job.steps.items() if times > 1})
-
-
-def results(job: Job) -> set[str]:
-    """What the ranks returned, each the digest of its weights."""
-    return {line.rpartition(" ")[2] for line in job.said.splitlines() if line.startswith("RESULT")}
-
-
-def test_a_clean_run(training: Training) -> None:
-    job = training.start(steps=40)
+@pytest.fixture(scope="module")
+def clean(slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """A job without faults, which has ended."""
+    job = Training(slurm, tmp_path_factory.mktemp("clean")).start()
     assert job.end() == DONE, job.describe()
-    assert len(results(job)) == 1 and job.said.count("RESULT") == 3, job.describe()
-    assert lost(job) == 0
-    print(training.report(), job.describe())
+    return job
 
 
-def test_a_killed_rank(training: Training) -> None:
-    job = training.start()
-    job.until_said("STEP 20 rank 1")
-    os.kill(pid := job.pid(1), signal.SIGKILL)
+@pytest.fixture
+def weights(clean: Job) -> list[str]:
+    """What the ranks return without faults."""
+    return results(clean)
+
+
+def test_a_clean_run(clean: Job) -> None:
+    assert len(results(clean)) == 3 and len(set(results(clean))) == 1, clean.describe()
+    assert lost(clean) == 0
+    assert len(clean.steps) == 3 * STEPS
+    assert [path.name for path in clean.folder.glob("ft-*") if path.suffix != ".log"] == []
+
+
+def test_a_killed_rank(training: Training, weights: list[str]) -> None:
+    job = training.start(pause=0.3)
+    job.until_said("STEP 22 rank 1")
+    os.kill(job.pid(1), signal.SIGKILL)
+    job.until_said(
+        "restart 1: rank 1", "killed by SIGKILL; 1 still running on this node; it is started again"
+    )
+    assert f"rank 1 (slot 1 on {training.slurm.nodes[1]}" in training.call(job, "status")
     assert job.end() == DONE, job.describe()
     assert lost(job) == 0
-    assert len(results(job)) == 1 and job.said.count("RESULT") == 3, job.describe()
-    print(pid, training.report(), job.describe())
+    assert results(job) == weights
+    assert f"rank 1 (slot 1 on {training.slurm.nodes[1]}" in training.report()
 
 
 def test_a_killed_ftrun(training: Training, slurm: Slurm) -> None:
+    """Its supervisor starts it again, and its rank comes back."""
+    job = training.start(pause=0.3)
+    job.until_said("STEP 22 rank 1")
+    job.agent(slurm.nodes[1]).kill()
+    job.until_said("was killed by SIGKILL after", "restart 1: ")
+    assert slurm.nodes[1] in training.call(job, "status")
+    assert job.end() == DONE, job.describe()
+    assert lost(job) == 0
+    assert len(results(job)) == 3 and len(set(results(job))) == 1, job.describe()
+    assert f"slot 1 (on {slurm.nodes[1]}" in training.report()
+
+
+def test_a_killed_supervisor(training: Training, slurm: Slurm) -> None:
+    """With it its ftrun and its ranks are gone; the other nodes go on."""
     job = training.start()
-    job.until_said("STEP 20 rank 1")
+    job.until_said("STEP 22 rank 1")
     job.task(slurm.nodes[1]).kill()
     assert job.end() == DONE, job.describe()
     assert lost(job) == 0
-    assert len(results(job)) == 1 and job.said.count("RESULT") == 2, job.describe()
-    print(training.report(), job.describe())
+    assert len(results(job)) == 2 and len(set(results(job))) == 1, job.describe()
+    assert f"no heartbeat from node 1 ({slurm.nodes[1]}) for 15 s" in job.said
+    assert "went down with node 1" in training.report()
 
 
-def test_a_killed_slurmstepd(training: Training, slurm: Slurm) -> None:
+def test_a_killed_slurmstepd(training: Training, slurm: Slurm, weights: list[str]) -> None:
+    """SLURM knows nothing of the node's task from then on; the task ends with the job."""
     job = training.start()
-    job.until_said("STEP 20 rank 1")
-    stepd = job.task(slurm.nodes[1]).parents()[1]
-    stepd.kill()
-    print(job.end(), job.shown())
-    print(training.report(), job.describe(), lost(job))
+    job.until_said("STEP 22 rank 1")
+    job.task(slurm.nodes[1]).parents()[1].kill()
+    assert job.end() == DONE, job.describe()
+    assert lost(job) == 0
+    assert results(job) == weights
+    assert "srun: error: " in job.said
 
 
 def test_a_later_node_loses_its_power(training: Training, slurm: Slurm) -> None:
-    job = training.start(steps=300)
-    job.until_said("STEP 20 rank 2")
+    job = training.start(pause=0.3)
+    job.until_said("STEP 22 rank 2")
     slurm.power_off(slurm.nodes[2])
-    print(job.end(), job.shown())
-    print(training.report(), job.describe(), lost(job))
+    job.until_said("restart 1: ")
+    assert f"went down with node 2 ({slurm.nodes[2]})" in training.call(job, "status")
+    assert job.end() == DONE, job.describe()
+    assert lost(job) == 0
+    assert len(results(job)) == 2 and len(set(results(job))) == 1, job.describe()
+    assert f"no heartbeat from node 2 ({slurm.nodes[2]}) for 15 s" in job.said
+    assert f"went down with node 2 ({slurm.nodes[2]})" in training.report()
 
 
-def test_the_first_node_loses_its_power(training: Training, slurm: Slurm) -> None:
-    job = training.start(steps=200)
-    job.until_said("STEP 30 rank 2")
+def test_the_first_node_loses_its_power(training: Training, slurm: Slurm, weights: list[str]) -> None:
+    """The store and the batch shell are lost; the other nodes end, and one of them requeues the job."""
+    job = training.start()
+    job.until_said("STEP 32 rank 2")
     tasks = [job.task(node) for node in slurm.nodes[1:]]
     slurm.power_off(slurm.nodes[0])
-    gone, alive = psutil.wait_procs(tasks, timeout=90)
-    print(gone, alive, job.state)
-    until(lambda: job.shown()["Restarts"]=="1", "requeued", 150, lambda: (slurm._root/"slurmctld.log").read_text()[-3000:])
-    print(job.shown(), slurm.call("sinfo"))
+    assert psutil.wait_procs(tasks, timeout=60)[1] == [], job.describe()
+    assert f"(infrastructure): the rendezvous store is lost: store at {slurm.nodes[0]}" in job.said
+    until(lambda: job.shown()["Restarts"] == "1", "the job is requeued", 60, job.describe)
     slurm.power_on(slurm.nodes[0])
-    slurm.call("scontrol", "update", f"jobid={job.number}", "starttime=now")
-    print(job.end(), job.shown())
-    print(training.report(), job.describe(), lost(job))
+    assert job.end() == DONE, job.describe()
+    assert entries(job)[1] % EVERY == 0 < entries(job)[1]
+    assert 0 < lost(job) <= EVERY
+    assert results(job) == weights
 
 
 def test_a_node_is_set_down(training: Training, slurm: Slurm) -> None:
     job = training.start()
-    job.until_said("STEP 20 rank 2")
+    job.until_said("STEP 22 rank 2")
     slurm.call("scontrol", "update", f"nodename={slurm.nodes[2]}", "state=down", "reason=test")
-    print(job.end(), job.shown())
-    print(training.report(), job.describe(), lost(job))
+    assert job.end() == DONE, job.describe()
+    assert lost(job) == 0
+    assert len(results(job)) == 2 and len(set(results(job))) == 1, job.describe()
+    assert f"Node failure on {slurm.nodes[2]}" in job.said
+    assert f"went down with node 2 ({slurm.nodes[2]})" in training.report()
 
 
 def test_a_bad_node_is_kept_out_until_it_is_repaired(training: Training, slurm: Slurm) -> None:
     broken = training.folder / f"broken-{slurm.nodes[1]}"
     broken.touch()
     check = f"test ! -e {training.folder}/broken-$(hostname) || {{ echo a broken link; exit 1; }}"
-    job = training.start("--node-check", check, "--rdzv-conf", "last_call_timeout=3", steps=200)
-    job.until_said("STEP 20 rank 1")
+    options = ("--node-check", check, "--rdzv-conf", "last_call_timeout=3")
+    job = training.start(*options, pause=0.6)
+    job.until_said("STEP 2 rank 1")
     status = training.call(job, "status")
-    print(status)
+    assert re.search("node 1 is kept out since .*: --node-check: a broken link", status), status
     broken.unlink()
-    job.until_said("joined")
-    print(training.call(job, "status"))
-    print(job.end(), job.shown())
-    print(training.report(), job.describe(), lost(job))
+    job.until_said(f"node 1 ({slurm.nodes[1]}) has passed its check", "has group rank 2 of 3 in round 0")
+    assert job.end() == DONE, job.describe()
+    assert lost(job) == 0
+    assert len(set(results(job)) - {"None"}) == 1, job.describe()
 
 
 def test_a_drained_node(training: Training, slurm: Slurm) -> None:
-    job = training.start(steps=200)
-    job.until_said("STEP 20 rank 2")
+    """Its task ends early; srun would end the step 5 s later, by WaitTime, if the script let it."""
+    job = training.start(pause=0.3)
+    job.until_said("STEP 22 rank 2")
+    task = job.task(slurm.nodes[2])
     training.call(job, "drain", "node:2")
-    print(job.end(), job.shown())
-    print(training.report(), job.describe(), lost(job))
+    assert psutil.wait_procs([task], timeout=60)[1] == [], job.describe()
+    assert "rank 2 (slot 2" in training.call(job, "status")
+    assert job.end() == DONE, job.describe()
+    assert lost(job) == 0
+    assert len(results(job)) == 2 and len(set(results(job))) == 1, job.describe()
+    assert re.search(r"rank 2 \(slot 2 on \S+ pid \d+\) was drained", training.report())
 
 
-def step_of_ones_own(training: Training, job: Job, node: str, *options: str) -> subprocess.Popen[str]:
-    """Starts an ftrun for a job in a second step of it."""
+def test_a_notice_ends_nothing(training: Training, slurm: Slurm, weights: list[str]) -> None:
+    job = training.start()
+    job.until_said("STEP 22 rank 1")
+    slurm.call("scancel", "--signal=USR1", f"{job.number}.0")
+    assert job.end() == DONE, job.describe()
+    assert re.search(r"notice: node \d: SIGUSR1, \d+ s left", job.said)
+    assert len(saved(job)) <= 1  # none where it came in a step that saves anyway
+    assert lost(job) == 0 and entries(job) == [0]
+    assert results(job) == weights
+
+
+def test_sigterm(training: Training, slurm: Slurm, weights: list[str]) -> None:
+    job = training.start()
+    job.until_said("STEP 22 rank 1")
+    slurm.call("scancel", "--signal=TERM", f"{job.number}.0")
+    assert job.end() == DONE, job.describe()
+    goes_on_where_it_was(job, weights)
+
+
+def goes_on_where_it_was(job: Job, weights: list[str]) -> None:
+    """Asserts that an end was announced, and cost no step."""
+    assert job.shown()["Restarts"] == str(job.said.count("ends with 75")) != "0"
+    assert re.search(r"exit code 75 \(preempted\): node \d: SIGTERM", job.said)
+    assert lost(job) == 0
+    assert {0, *saved(job)} >= {step for step in entries(job) if step % EVERY}
+    assert results(job) == weights
+
+
+def test_the_time_limit(training: Training, weights: list[str]) -> None:
+    job = training.start(sbatch=("--time=1", "--signal=B:USR1@25"), pause=0.3)
+    assert job.end() == DONE, job.describe()
+    goes_on_where_it_was(job, weights)
+
+
+def test_preemption(training: Training, slurm: Slurm, weights: list[str]) -> None:
+    job = training.start()
+    job.until_said("STEP 22 rank 1")
+    urgent = training.submit("--partition=high", "--nodes=3", "--wrap=srun hostname")
+    assert urgent.end() == DONE, job.describe()
+    assert job.end() == DONE, job.describe()
+    goes_on_where_it_was(job, weights)
+
+
+def test_a_chain_of_jobs(training: Training, slurm: Slurm, weights: list[str]) -> None:
+    """Where jobs must not be requeued."""
+    first = training.start(sbatch=("--no-requeue",))
+    second = training.start(sbatch=("--no-requeue", f"--dependency=afternotok:{first.number}"))
+    first.until_said("STEP 22 rank 1")
+    slurm.call("scancel", "--signal=TERM", f"{first.number}.0")
+    assert first.end() == "FAILED 75:0", first.describe()
+    assert second.end() == DONE, second.describe()
+    assert lost(second) == 0  # of both: they write into one folder
+    assert results(second) == weights
+
+
+def test_a_cancelled_job_saves_and_is_not_requeued(training: Training, slurm: Slurm) -> None:
+    job = training.start()
+    job.until_said("STEP 22 rank 1")
+    slurm.call("scancel", job.number)
+    slurm.until_empty()
+    assert job.state.startswith("CANCELLED"), job.describe()
+    assert saved(job) or "SAVED step 40" in job.said, job.describe()
+    assert job.shown()["Restarts"] == "0"
+
+
+def test_a_second_step(training: Training, slurm: Slurm) -> None:
+    """Its tasks count from 0 again, too: with an id of its own it comes in, without one it is refused."""
+    job = training.start(pause=1.0)
+    job.until_said("STEP 2 rank 2")
+    with second_step(training, job) as refused:
+        said, _ = refused.communicate(timeout=120)
+    assert refused.returncode == 2, said
+    assert "node id '0', from SLURM_PROCID or JOB_COMPLETION_INDEX, belongs to a live agent" in said
+    job.task(slurm.nodes[2]).kill()
+    with second_step(training, job, "--node-id", "2") as step:
+        said, _ = step.communicate(timeout=180)
+    assert step.returncode == 0, said
+    assert "ENTER rank 2 of 3" in said
+    assert job.end() == DONE, job.describe()
+    assert lost(job) == 0
+    assert [line.rpartition(" ")[2] for line in said.splitlines() if "RESULT" in line] == results(job)[:1]
+
+
+def second_step(training: Training, job: Job, *options: str) -> subprocess.Popen[str]:
+    """Starts another ftrun on the third node."""
     slurm = training.slurm
-    attempt = f"{job.number}-0"
+    secret = str(training.folder / f"ft-{job.number}.secret")
     return slurm.start(
-        "srun", f"--jobid={job.number}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}",
-        *("ftrun", "--nnodes", "2:3", "--nproc-per-node", "1", "--rdzv-endpoint", f"{slurm.nodes[0]}:{PORT}"),
-        *("--rdzv-id", attempt, "--job-secret-file", str(training.folder / f"ft-{job.number}.secret")),
-        *options, str(PROGRAM), str(training.folder / "checkpoints"), "300", "0.1",
+        *(
+            "srun",
+            f"--jobid={job.number}",
+            "--overlap",
+            "--nodes=1",
+            "--ntasks=1",
+            f"--nodelist={slurm.nodes[2]}",
+        ),
+        *(
+            "--rdzv-endpoint",
+            f"{slurm.nodes[0]}:{PORT}",
+            "--rdzv-id",
+            f"{job.number}-0",
+            "--job-secret-file",
+            secret,
+        ),
+        *(*options, *training.work(pause=1.0)),
     )
 
 
-def test_a_second_step_takes_a_lost_nodes_place(training: Training, slurm: Slurm) -> None:
-    job = training.start(steps=300)
-    job.until_said("STEP 20 rank 2")
-    with step_of_ones_own(training, job, slurm.nodes[2]) as step:
-        said, _ = step.communicate(timeout=120)
-    print(step.returncode, said)
-    job.task(slurm.nodes[2]).kill()
-    with step_of_ones_own(training, job, slurm.nodes[2], "--node-id", "2") as step:
-        said, _ = step.communicate(timeout=120)
-    print(step.returncode, said)
-    print(job.end(), job.shown())
-    print(training.report(), job.describe(), lost(job))
-
-
-EACH_RANK = """#!/bin/bash
-#SBATCH --ntasks=3 --ntasks-per-node=1 --no-kill
+A_TASK_A_RANK = """#!/bin/bash
+#SBATCH --ntasks-per-node=1 --no-kill
 export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -1) MASTER_PORT=29500
 srun --wait=0 --kill-on-bad-exit=0 --no-kill --output=ft-%j-%N.log bash -c '
     export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID
@@ -232,54 +386,24 @@ srun --wait=0 --kill-on-bad-exit=0 --no-kill --output=ft-%j-%N.log bash -c '
 """
 
 
-def test_a_task_for_each_rank(training: Training, slurm: Slurm) -> None:
+def test_a_task_for_each_rank(training: Training) -> None:
+    """Without ftrun: nobody starts a rank again, and SLURM counts its code."""
     script = training.folder / "ranks.sbatch"
-    script.write_text(EACH_RANK)
-    job = training.submit("--nodes=3", str(script), FT_WRAPPER_EVENTS=str(training.folder / "events-%h"))
-    job.until_said("STEP 20 rank 1")
+    script.write_text(A_TASK_A_RANK)
+    job = training.submit("--nodes=3", str(script), *training.work())
+    job.until_said("STEP 22 rank 1")
     os.kill(job.pid(1), signal.SIGKILL)
-    print(job.end(), job.shown())
-    print(job.describe(), lost(job), os.listdir(training.folder))
-    print(slurm.call("sh", "-c", f"ftrun report {training.folder}/events-*"))
+    assert job.end() == "FAILED 137:0", job.describe()
+    assert lost(job) == 0
+    assert len(results(job)) == 2 and len(set(results(job))) == 1, job.describe()
+    assert re.search(r"restart 1: rank 1 \(slot 1 on \S+ pid \d+\) died", job.said)
 
 
-def test_out_of_memory(training: Training, slurm: Slurm) -> None:
+def test_out_of_memory(training: Training, slurm: Slurm, weights: list[str]) -> None:
+    """The kernel ends the rank that takes too much of its job's memory."""
     job = training.start(sbatch=("--mem=1500",), HUNGRY="1")
-    print(job.end(), job.shown())
-    print(training.report(), job.describe(), lost(job))
-
-
-def test_a_notice_ends_nothing(training: Training, slurm: Slurm) -> None:
-    job = training.start()
-    job.until_said("STEP 22 rank 1")
-    slurm.call("scancel", "--signal=USR1", f"{job.number}.0")
-    print(job.end(), job.shown())
-    print(training.report(), job.describe(), lost(job), job.said.count("SAVED"))
-
-
-def test_sigterm(training: Training, slurm: Slurm) -> None:
-    job = training.start(steps=150)
-    job.until_said("STEP 22 rank 1")
-    slurm.call("scancel", "--signal=TERM", f"{job.number}.0")
-    job.run_again()
-    print(job.end(), job.shown())
-    print(training.report(), job.describe(), lost(job), re.findall("(?m)^SAVED.*", job.said))
-
-
-def test_the_time_limit(training: Training, slurm: Slurm) -> None:
-    job = training.start(steps=300, sbatch=("--time=1", "--signal=B:USR1@25"))
-    job.run_again()
-    job.run_again()
-    print(job.end(), job.shown())
-    print(training.report(), job.describe(), lost(job), re.findall("(?m)^SAVED.*", job.said))
-
-
-def test_preemption(training: Training, slurm: Slurm) -> None:
-    job = training.start(steps=150)
-    job.until_said("STEP 22 rank 1")
-    other = slurm.submit("--partition=high", "--nodes=3", "--output=other.log", "--wrap=srun sleep 1; echo over", folder=training.folder)
-    training.jobs.append(other)
-    print(other.end(), job.state)
-    job.run_again()
-    print(job.end(), job.shown())
-    print(training.report(), job.describe(), lost(job), re.findall("(?m)^SAVED.*", job.said))
+    assert job.end() == DONE, job.describe()
+    assert "killed by SIGKILL (out of memory? the kernel has killed 1 meanwhile)" in job.said
+    assert lost(job) == 0
+    assert results(job) == weights
+    assert f"rank 1 (slot 1 on {slurm.nodes[1]}" in training.report()
