@@ -189,16 +189,18 @@ def test_the_next_iteration_begins_anew(ranks: list[Process]) -> None:
 
 def test_what_an_agent_asks_for_meanwhile_is_not_lost(ranks: list[Process]) -> None:
     """A rank that looks has said first that it need not look any longer."""
-    memory = ranks[0].memory
-    ranks[0].long_step(0)
-    memory.give(ONE)
-    ranks[0].notices.atomic = lambda: contextlib.nullcontext(memory.ask_to_leave())
+    first = ranks[0]
+    for one in ranks:
+        one.long_step(0)
+        one.memory.give(ONE)
+    first.notices.atomic = lambda: contextlib.nullcontext(first.memory.ask_to_leave())
     for step in (1, 2, 3):
-        ranks[0].long_step(step)
-    assert ranks[0].seen() == "a", "it saves first"
+        for one in ranks:
+            one.long_step(step)
+    assert first.seen() == "a", "it saves first"
     for _ in range(2):
         with pytest.raises(RankDrained, match="was drained"):
-            ranks[0].long_step(4)
+            first.long_step(4)
 
 
 # ---- signals
