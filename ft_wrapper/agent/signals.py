@@ -124,8 +124,8 @@ def _is_new(signum: int, got: Counter[tuple[int, bool]]) -> bool:
 def queued(ending: Iterable[signal.Signals]) -> Iterator[SignalQueue]:
     """Takes over signals within the context: these, `NOTICES` and SIGCHLD. Main thread only.
 
-    Handlers and wakeup fd are put back afterwards. A hangup (``nohup``) or a notice that is being ignored
-    stays so.
+    Handlers and wakeup fd are put back afterwards; forwarded signals are ignored then. A hangup (``nohup``)
+    or a notice that is being ignored stays so.
 
     Args:
         ending: those that end the job.
@@ -141,7 +141,11 @@ def queued(ending: Iterable[signal.Signals]) -> Iterator[SignalQueue]:
         cleanup.callback(
             signal.set_wakeup_fd, signal.set_wakeup_fd(write_end.fileno(), warn_on_full_buffer=False)
         )
-        for signum in (*taken, *(FORWARDED[each] for each in taken if each in FORWARDED)):
+        for signum in taken.intersection(FORWARDED):
+            signal.signal(FORWARDED[signum], queue.note)
+            # The other one of two may come late, and must not kill a process that is about to exit.
+            cleanup.callback(signal.signal, FORWARDED[signum], signal.SIG_IGN)
+        for signum in taken:
             previous = signal.signal(signum, queue.note)
             cleanup.callback(signal.signal, signum, signal.SIG_DFL if previous is None else previous)
         yield queue
