@@ -275,12 +275,8 @@ class Slurm(Network):
         key = self._root / "munge.key"
         key.touch(0o600)
         key.write_bytes(os.urandom(1024))
-        files = {
-            "key-file": key,
-            "socket": "munge.socket",
-            "pid-file": "munge.pid",
-            "seed-file": "munge.seed",
-        }
+        files = {"key-file": key.name, "socket": "munge.socket", "pid-file": "munge.pid"}
+        files |= {"seed-file": "munge.seed", "log-file": "munge.log"}
         words = [f"--{name}={self._root / file}" for name, file in files.items()]
         # It puts itself into the background once it is up.
         subprocess.run(["munged", *words], check=True, timeout=60)
