@@ -105,6 +105,11 @@ def saved(job: Job) -> list[int]:
     return [step for step in map(int, re.findall(r"^SAVED step (\d+)", job.said, re.M)) if step % EVERY]
 
 
+def left_files(job: Job) -> list[str]:
+    """What is left in the submit folder besides logs."""
+    return [path.name for path in job.folder.glob("ft-*") if path.suffix != ".log"]
+
+
 @pytest.fixture(scope="module")
 def slurm() -> Iterator[Slurm]:
     """A SLURM of three nodes, for all cases."""
@@ -146,7 +151,7 @@ def test_a_clean_run(clean: Job) -> None:
     assert len(results(clean)) == 3 and len(set(results(clean))) == 1, clean.describe()
     assert lost(clean) == 0
     assert len(clean.steps) == 3 * STEPS
-    assert [path.name for path in clean.folder.glob("ft-*") if path.suffix != ".log"] == []
+    assert left_files(clean) == []
 
 
 def test_a_killed_rank(training: Training, weights: list[str]) -> None:
@@ -332,6 +337,7 @@ def test_a_cancelled_job_saves_and_is_not_requeued(training: Training, slurm: Sl
     assert job.state.startswith("CANCELLED"), job.describe()
     assert saved(job) or "SAVED step 40" in job.said, job.describe()
     assert job.shown()["Restarts"] == "0"
+    assert left_files(job) == []
 
 
 def test_a_second_step(training: Training, slurm: Slurm) -> None:
