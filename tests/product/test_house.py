@@ -55,7 +55,7 @@ LINES = {
     "monitor": Budget(2270, 2455),
     "torch_groups": Budget(1185, 1248),
     "rendezvous": Budget(1730),
-    "agent": Budget(3325, 3905),
+    "agent": Budget(3330, 3910),
     # It gave 260 of 550 to what seals take beside their own room: protocol 50, store 110, live 90,
     # rendezvous 10.
     "agent/torch_api": Budget(290),
