@@ -92,7 +92,7 @@ all-tests: $(INSTALLED)
 test-gpu: $(INSTALLED)
 	$(PYTEST) -m "" tests/gpu
 
-# One at a time: a pod waits for processors as little as on a node of its own.
+# One at a time: pods that share the processors with others are taken for lost.
 test-pods: $(INSTALLED)
 	$(PYTEST) -m "" tests/product/pods
 

@@ -299,29 +299,17 @@ def adopted() -> Iterator[Callable[[Collection[int]], None]]:
     Raises:
         OSError: the kernel refuses.
     """
-
-    def children() -> set[int]:
-        return {child.pid for child in psutil.Process().children()}
-
     # Children that something else in this process has started, and waits for.
-    others = children()
+    others = {child.pid for child in psutil.Process().children()}
 
     def reap(ours: Collection[int]) -> None:
-        while True:
-            try:
-                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            except ChildProcessError:
-                return
+        with contextlib.suppress(ChildProcessError):  # also if no child is left
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if ended is None or ended.si_pid in ours:
                 return
-            # One of the others that is not waited for would hide all behind it: then each child is asked.
-            hides = ended.si_pid in others
-            found = children().difference(others, ours) if hides else {ended.si_pid}
-            for pid in found:
-                with contextlib.suppress(ChildProcessError):
-                    os.waitpid(pid, os.WNOHANG)
-            if hides:
-                return
+            # Each by its pid: one of the others that is not waited for would hide all behind it.
+            for pid in {child.pid for child in psutil.Process().children()}.difference(others, ours):
+                os.waitpid(pid, os.WNOHANG)
 
     _set_subreaper(True)
     try:

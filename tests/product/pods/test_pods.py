@@ -186,9 +186,7 @@ def test_all_pods_get_sigterm_and_come_back(network: Network, lost: int) -> None
     assert [node.end() for node in left] == [INFRASTRUCTURE] * len(left), network.said()
     assert action(FILE, INFRASTRUCTURE) == "Count"
     for node in left:
-        assert re.search(r"exit code 75 \(preempted\): node \d: SIGTERM, \d+ s left", node.said), (
-            network.said()
-        )
+        assert "exit code 75 (preempted): node" in node.said, network.said()
     done = {node.step() for node in left}
     nodes = [replaced(network, node) for node in nodes]
     for node in nodes:
