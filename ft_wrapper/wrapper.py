@@ -157,7 +157,7 @@ class CallWrapper:
 
     @property
     def notice(self) -> Notice | None:
-        """That there may not be much time left: save a checkpoint. None while nobody has said so.
+        """That there may not be much time left: save a checkpoint. None as long as there is no notice.
 
         All active ranks see a notice at the same step, if they report steps: from ``ping(step)`` to the next
         one it is the same on all. With a `LiveState` they see it behind a ``commit``. A function that reports
