@@ -307,7 +307,7 @@ def adopted() -> Iterator[Callable[[Collection[int]], None]]:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if ended is None or ended.si_pid in ours:
                 return
-            # Each by its pid: a zombie that other code of this process does not wait for would hide all behind it.
+            # Each by its pid: a zombie that other code here does not wait for would hide all behind it.
             for pid in {child.pid for child in psutil.Process().children()}.difference(others, ours):
                 os.waitpid(pid, os.WNOHANG)
 
