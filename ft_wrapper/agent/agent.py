@@ -324,6 +324,7 @@ class Loop:
             self._selector.register(waited_for, selectors.EVENT_READ)
         try:
             self._do_what_is_due()
+            has_orphans = False
             while not self._ranks.is_over:
                 ready, arrived = self._select(), signals.read()
                 for signum in arrived:  # before the ends, which it may have caused
@@ -339,8 +340,7 @@ class Loop:
                         self._take_end(key.data)
                     elif key.data is self._standby and self._standby is not None:
                         self._take_answers(self._standby)
-                if signal.SIGCHLD in arrived:
-                    self._reap_orphans()
+                has_orphans = (has_orphans or signal.SIGCHLD in arrived) and not self._reap_orphans()
                 for news in self._nodes.inbox.take():
                     self._carry_out(self._ranks.take_news(news))
                 self._do_what_is_due()
@@ -372,15 +372,17 @@ class Loop:
     def _outcome(self, is_needed: bool) -> JobOutcome:
         return self._in_store.outcome() if is_needed else JobOutcome()
 
-    def _reap_orphans(self) -> None:
+    def _reap_orphans(self) -> bool:
+        """Returns False if it is not known yet which children are orphans."""
         ours = [process.pid for process in self._running.values()]
         if self._standby is not None:
             self._standby.drop_dead_spare()
             pids = self._standby.pids()
             if pids is None:
-                return  # a process that was just forked is not known yet
+                return False  # a process that was just forked is not known yet
             ours += pids
         self._reap(ours)
+        return True
 
     # Carrying out --------------------------------------------------------------------------------------
 

@@ -87,13 +87,13 @@ def _await_end(pid: int, signals: SignalQueue) -> tuple[int, bool]:
     """
     is_over = False
     while True:
-        select.select([signals.fd], [], [])
-        for signum in signals.read():
-            if signum in FORWARDED:
-                is_over |= signum in signals.ending
-                os.kill(pid, FORWARDED[signum])
         while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG):
             if ended.si_pid == pid:
                 was_killed = ended.si_code != os.CLD_EXITED
                 code = 128 + original(ended.si_status) if was_killed else ended.si_status
                 return code, was_killed and not is_over
+        select.select([signals.fd], [], [])
+        for signum in signals.read():
+            if signum in FORWARDED:
+                is_over |= signum in signals.ending
+                os.kill(pid, FORWARDED[signum])

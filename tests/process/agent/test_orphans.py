@@ -6,10 +6,12 @@ import os
 import select
 import subprocess
 import textwrap
+from unittest.mock import Mock
 
 import pytest
 from support.warm_ftrun import run_python
 
+from ft_wrapper.agent.agent import Loop
 from ft_wrapper.agent.process import adopted
 
 TIMEOUT = 120.0
@@ -63,6 +65,15 @@ def test_a_child_that_is_not_waited_for_hides_no_orphan() -> None:
         with pytest.raises(ChildProcessError):
             os.waitpid(orphan, os.WNOHANG)
         assert others.wait() == 0
+
+
+def test_orphans_are_reaped_once_it_is_known_which_children_are_none() -> None:
+    loop = Mock(_running={})
+    loop._standby.pids.side_effect = [None, [4711]]
+    assert not Loop._reap_orphans(loop)
+    loop._reap.assert_not_called()
+    assert Loop._reap_orphans(loop)
+    loop._reap.assert_called_once_with([4711])
 
 
 # As the template does, for a rank; but both the process between and the agent have ended when it looks.

@@ -278,6 +278,11 @@ class Pod:
         self.await_that(lambda: self._is_closed, "the end of its output")
         return code if code >= 0 else 128 - code
 
+    def kill_agent(self) -> None:
+        """The only child of PID 1, which supervises it."""
+        (agent,) = psutil.Process(self._pid).children()
+        agent.kill()
+
     def lose_power(self) -> None:
         """No process there notifies anybody of anything."""
         _ip("-n", self._namespace, "link", "set", "eth0", "down")
@@ -303,9 +308,9 @@ class Pod:
 
     @property
     def said(self) -> str:
-        """All output so far, except for the steps."""
+        """All output so far, except for steps and checkpoints."""
         with self.network.news:
-            return "".join(line for line in self._said if not line.startswith('train {"step"'))
+            return "".join(line for line in self._said if not line.startswith(('train {"st', 'train {"sa')))
 
     def records(self) -> list[dict[str, Any]]:
         """What its ranks have said of the training."""
