@@ -14,7 +14,7 @@ def node_id_from_environment(environment: Mapping[str, str] = os.environ) -> str
     """The number that a cluster manager gave this node; None without a cluster manager.
 
     It is SLURM's process number, within a job step only (that of a batch script is always 0), or the
-    completion index of a Kubernetes Job. Not tried on such clusters.
+    completion index of a Kubernetes Job. Tried with SLURM 22.05.
     """
     if "SLURM_STEP_ID" in environment and "SLURM_PROCID" in environment:
         return environment["SLURM_PROCID"]
