@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Protocol, TypeVar
 
-from ..protocol.notice import Notice
+from ..protocol.notice import SAME_WITHIN, Notice
 from .policy import JobFacts, JobOutcome, Remedy, RestartPolicy
 from .rounds import PROGRAM, End, Failure, JobResult, News, Round, What, in_order
 
@@ -161,8 +161,6 @@ SPARE_DELAY = 1.0
 END_LIMIT = 60.0
 #: Seconds after which a node that does not know whether it has its place asks again.
 PLACE_DELAY = 1.0
-#: Seconds in which notices of the same kind are one: a scheduler signals every process.
-ONE_NOTICE = 5.0
 #: Seconds from SIGTERM to the drain: by then it is known which other nodes got the signal, too.
 TOGETHER = 1.0
 
@@ -482,7 +480,7 @@ class Ranks:
             seconds: how long there is; 0: the grace time, if that is known.
         """
         now = self._clock()
-        if self._stop is not None or now < self._noticed.get(why, -ONE_NOTICE) + ONE_NOTICE:
+        if self._stop is not None or now < self._noticed.get(why, -SAME_WITHIN) + SAME_WITHIN:
             return []
         self._noticed[why] = now
         return [AskNotice(Notice("", why, seconds or self._grace or None))]

@@ -7,6 +7,8 @@ from .records import Record
 
 #: For ranks: how many seconds there are from SIGTERM to SIGKILL, if that is known.
 GRACE_ENV = "FT_WRAPPER_NOTICE_GRACE"
+#: Seconds in which notices of the same kind are one: a scheduler signals every process.
+SAME_WITHIN = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +36,6 @@ class Notice(Record):
         return f"{self.who}: {self.why}{within}{'; the job ends' * self.ends}"
 
 
-#: Environment variable of ranks: ``--notice-grace`` of their ``ftrun``, in seconds.
-GRACE_ENV = "FT_WRAPPER_NOTICE_GRACE"
 _AHEAD = 0.5  # seconds that a rank's host may be ahead of other ranks, with work that its device still does
 _LEAST = 2  # steps, since a rank may be a step ahead
 

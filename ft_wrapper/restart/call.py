@@ -34,7 +34,6 @@ from ..torch_groups.abort import describe_pending_aborts
 from ..torch_groups.collective import current_collective
 from . import exit_watch
 from .loop import FunctionRun, Hang, RestartedProcess, RestartLoop, describe_same_fault, hang_of
-from .notices import Notices
 from .on_restart import Reporter, RestartTimes
 from .resources import Resources, Services
 from .settings import Settings
@@ -81,9 +80,7 @@ class Call(RestartedProcess):
         self.waiting = self.own.waiting
         self._reporter = Reporter(self.own, began_at)
         self._times = RestartTimes(time.monotonic())
-        store, atomic = self.own.member.agreement.store, self.own.interrupter.atomic
-        notices = Notices(self.own.memory, store, self.waiting, atomic, self._meet)
-        self.services = Services(self.own, notices)
+        self.services = Services(self.own, self.user_store)
 
     def close(self, error: BaseException | None) -> None:
         """Releases everything: threads, processes, sockets, handlers, environment variables."""
@@ -153,11 +150,11 @@ class Call(RestartedProcess):
         self.state = state
         self.own.memory.rank = state.rank
         self.own.memory.active = state.mode == Mode.ACTIVE
-        self.services.notices.size = state.active_world_size or 0
         state.set_distributed_vars()
         device.take_device(self.own.memory.active)
         self.services.tracker.enter(state.iteration)
         rank, size = state.active_rank, state.active_world_size or 0
+        self.services.notices.place = rank or 0, size
         return rank is not None and caches.reset_compiled_code(rank, size)
 
     def open_store(self) -> Endpoint:
@@ -233,13 +230,6 @@ class Call(RestartedProcess):
 
     def _count(self, error: BaseException) -> None:
         self._current.count(error, self.own.member.view, self.settings.limits.max_same_faults)
-
-    def _meet(self, seconds: float | None) -> None:
-        """Waits until all active ranks have called it; see `Notices`."""
-        rank, size = self.state.active_rank, self.state.active_world_size
-        assert rank is not None and size is not None, "spares do not run the function"
-        timeout = timedelta(seconds=self.settings.barrier_timeout if seconds is None else seconds)
-        self.user_store().barrier([rank], "the end of the job", size, timeout)
 
     def note_progress(self) -> None:
         """Notes whether the function has made progress, before its stamps are reset."""

@@ -17,7 +17,8 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import Any, NoReturn
 
 from ..exception import RankDrained
@@ -25,14 +26,13 @@ from ..monitor.shared_memory import RankMemory
 from ..monitor.signals import handled_signals
 from ..protocol import keys
 from ..protocol.entering import BarrierTimeout
-from ..protocol.notice import GRACE_ENV, Notice, step_to_see
+from ..protocol.notice import GRACE_ENV, SAME_WITHIN, Notice, step_to_see
 from ..protocol.operations import Operations, append_counted, read, read_log, set_if_absent, write_text
+from ..store import PrefixStore
 from ..store.secret import AGENT_ENV
 
 log = logging.getLogger(__name__)
 
-# A scheduler signals all processes of a node, and the agent passes its own signal on: they are one notice.
-_SAME_WITHIN = 5.0  # seconds
 _MEETS_WITHIN = 1.0  # seconds that ranks wait for each other even if the notice's time is over
 _MET = "met"
 
@@ -46,32 +46,28 @@ class Notices:
         store: the job's.
         waiting: entered around waits.
         atomic: makes a block that no restart interrupts.
-        meet: waits until all active ranks have called it, for these seconds at most; None: as long as ranks
-            wait for each other.
+        user_store: returns the iteration's store, in which an interruption ends a wait.
 
     Attributes:
         found: the newest notice in the memory, as it was when a step began.
         rides: whether a live state decides in this iteration when a notice is seen.
-        size: how many ranks are active in this iteration.
+        place: this rank's number among the active ranks of this iteration, and how many they are.
     """
 
     memory: RankMemory
     store: Operations
     waiting: contextlib.AbstractContextManager[None]
     atomic: Callable[[], contextlib.AbstractContextManager[Any]]
-    meet: Callable[[float | None], None]
+    user_store: Callable[[], PrefixStore]
 
     def enter(self) -> None:
         """Begins an iteration: in it, all notices are new."""
         self.found: Notice | None = None
         self.rides, self.memory.looks = False, True
         self._shown: Notice | None = None
-        self._due: tuple[int, Notice] | None = None  # from which step on it is seen
         self._seen, self._count = dict[str, bool](), 0
-        self.size, self._is_noted = 0, False
-
-    def __post_init__(self) -> None:
-        self.enter()
+        self.place, self._is_noted = (0, 0), False
+        self._held: str | None = None  # what the ranks have agreed on, but not yet seen
 
     @property
     def current(self) -> Notice | None:
@@ -95,11 +91,9 @@ class Notices:
     def see(self, notice: Notice) -> None:
         """Shows a notice that all active ranks see at this step."""
         mine = self.memory.notice
-        if mine is None or (mine.id == notice.id and notice.ends):
+        if mine is None or notice.ends:
             self.memory.give(notice)  # so that it is there in the next iteration
         self._shown, self._seen[notice.id] = notice, notice.ends
-        if notice.ends:
-            self.memory.looks = True
         if self.memory.rank == 0:
             log.warning("notice: %s", notice)
 
@@ -114,20 +108,18 @@ class Notices:
         """
         memory = self.memory
         memory.looks = False  # before the rest is read: an agent that writes it sets this afterwards
-        notice = memory.notice
+        self.found = memory.notice
         if memory.leave_requested:
             memory.looks = True
-            if notice is None or notice.id in self._seen:  # otherwise all ranks save first
+            if self.found is None or self.found.id in self._seen:  # otherwise all ranks save first
                 raise RankDrained
         if self._shown is not None and self._shown.ends:
             self._leave(self._shown)
-        self.found = memory.notice
-        while not self.rides and (self._due or self._is_noted or self.new(self._seen)):
-            self._due = self._due or self._agree(step)
-            if self._due is None or step < self._due[0]:
+        while not self.rides and (self._is_noted or self.new(self._seen)):
+            notice = self._agree(step)
+            if notice is None:
                 memory.looks = True
                 return
-            notice, self._due = self._due[1], None
             self.see(notice)
 
     def leave_if_over(self) -> None:
@@ -145,12 +137,8 @@ class Notices:
             if why is not None:
                 self._end(why)
 
-    def _agree(self, step: int) -> tuple[int, Notice] | None:
-        """Agrees on the next notice of the iteration, and on the step from which on it is seen.
-
-        Returns:
-            Both; None until all active ranks have a notice.
-        """
+    def _agree(self, step: int) -> Notice | None:
+        """Agrees on the next notice of the iteration; None before the step at which all ranks see it."""
         store, memory, found = self.store, self.memory, self.found
         which = memory.iteration, self._count
         key, log_key = keys.notice(*which), keys.noticed(*which)
@@ -159,23 +147,24 @@ class Notices:
                 mine = f"{memory.rank} {step}"
                 count, self._is_noted = append_counted(store, log_key, mine, keys.count_noticed(*which)), True
                 # The count is a hint; the log decides.
-                if count >= self.size and len(noted := {*read_log(store, log_key)}) >= self.size:
+                if count >= self.place[1] and len(noted := {*read_log(store, log_key)}) >= self.place[1]:
                     highest = max(int(entry.split()[1]) for entry in noted)
                     length = time.monotonic() - memory.step_stamp if memory.step is not None else math.inf
                     set_if_absent(store, key, f"{step_to_see(highest, length)} {found.to_json()}")
-            held = read(store, key)
-        if held is None:
+            self._held = self._held or read(store, key)
+        number, _, text = (self._held or "inf").partition(" ")
+        if step < float(number):
             return None
-        self._count, self._is_noted = self._count + 1, False
-        number, _, text = held.partition(" ")
-        return int(number), Notice.from_json(text, key)
+        self._count, self._is_noted, self._held = self._count + 1, False, None
+        return Notice.from_json(text, key)
 
     def _leave(self, notice: Notice) -> None:
         """Leaves once all active ranks are here, or their time is over."""
         try:
             with self.waiting:
-                seconds = (self.current or notice).seconds
-                self.meet(None if seconds is None else max(seconds, _MEETS_WITHIN))
+                seconds, (rank, size) = (self.current or notice).seconds or 0.0, self.place
+                within = timedelta(seconds=max(seconds, _MEETS_WITHIN))
+                self.user_store().barrier([rank], "the end of the job", size, within)
         except BarrierTimeout as error:
             log.warning("leaves without waiting longer for other ranks: %s", error)
         why = str(dataclasses.replace(notice, seconds=None))
@@ -192,8 +181,7 @@ class Notices:
 # Signals ----------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def hearing_signals(memory: RankMemory) -> Iterator[None]:
+def hear_signals(memory: RankMemory, owned: contextlib.ExitStack) -> None:
     """Handles signals that announce the end, where the function's process has no handler of its own.
 
     SIGUSR1 goes to the agent, which passes it on to all ranks; without an agent it is a notice of this rank.
@@ -201,13 +189,14 @@ def hearing_signals(memory: RankMemory) -> Iterator[None]:
 
     Args:
         memory: the rank's.
+        owned: puts the handlers back.
     """
     pid, agent = os.getpid(), os.getppid()
     grace = float(os.environ.get(GRACE_ENV) or 0)
     has_agent = os.environ.get(AGENT_ENV, "").startswith(f"ftrun-{agent}-")
 
     def hear(signum: int, frame: object) -> None:
-        if os.getpid() != pid or time.monotonic() - memory.notice_stamp < _SAME_WITHIN:
+        if os.getpid() != pid or time.monotonic() - memory.notice_stamp < SAME_WITHIN:
             return  # a forked child; or it is known already
         if has_agent and os.getppid() == agent and signum in handled_signals(agent):
             os.kill(agent, signum)
@@ -221,15 +210,9 @@ def hearing_signals(memory: RankMemory) -> Iterator[None]:
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
 
-    before: dict[int, Any] = {}
     for signum, handler, replaced in (
         (signal.SIGUSR1, hear, (signal.SIG_DFL, signal.SIG_IGN)),
         (signal.SIGTERM, ignore, (signal.SIG_DFL,) if has_agent and grace else ()),
     ):
         if signal.getsignal(signum) in replaced:
-            before[signum] = signal.signal(signum, handler)
-    try:
-        yield
-    finally:
-        for number, earlier in before.items():
-            signal.signal(number, earlier)
+            owned.callback(signal.signal, signum, signal.signal(signum, handler))

@@ -26,13 +26,13 @@ from ..protocol.records import FAULT, Member, View
 from ..rank_assignment import RankDiscarded
 from ..settings import AllLimits
 from ..state import State, formation_size
-from ..store import StoreMixin, StorePlan, TCPStore
+from ..store import PrefixStore, StoreMixin, StorePlan, TCPStore
 from ..store.address import is_this_host, own_address
 from ..torch_groups import caches, warm_up
 from ..torch_groups.kept import KeptGroup
 from ..torch_groups.tracker import begin_tracking
 from .exit_watch import ExitWatch
-from .notices import Notices, hearing_signals
+from .notices import Notices, hear_signals
 from .report import waiting_line
 from .settings import Settings
 
@@ -213,7 +213,7 @@ class Resources:
         owned.callback(self.interrupter.close)
         is_main_thread = threading.current_thread() is threading.main_thread()
         if is_main_thread:
-            owned.enter_context(hearing_signals(self.memory))
+            hear_signals(self.memory, owned)
         self.signals.note()  # including the interrupter's
         owned.callback(self.signals.put_back)
         if is_main_thread:
@@ -394,9 +394,10 @@ class Services:
 
     Args:
         own: what the call owns.
-        notices: of the call.
+        user_store: returns the current iteration's store, on a connection for the function only.
 
     Attributes:
+        notices: of the call.
         settings: durations, switches and plug-ins.
         store: the job's, which outlives iterations.
         atomic: see `CallWrapper.atomic`.
@@ -409,10 +410,10 @@ class Services:
         connections: kept open until all ranks have left the iteration; otherwise others would see a fault.
     """
 
-    def __init__(self, own: Resources, notices: Notices) -> None:
-        self.notices = notices
+    def __init__(self, own: Resources, user_store: Callable[[], PrefixStore]) -> None:
         self.settings, self.store = own.settings, own.member.agreement.store
         self.atomic = own.interrupter.atomic
+        self.notices = Notices(own.memory, self.store, own.waiting, self.atomic, user_store)
         self.has_failed = own.member.has_failed
         self.group = KeptGroup(own.settings.limits.keep_groups)
         self.tracker = begin_tracking()

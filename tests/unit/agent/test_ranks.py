@@ -14,7 +14,6 @@ from ft_wrapper.agent.group import Group
 from ft_wrapper.agent.policy import JobFacts, JobOutcome, Policy, RestartPolicy
 from ft_wrapper.agent.ranks import (
     END_LIMIT,
-    ONE_NOTICE,
     PLACE_DELAY,
     SPARE_DELAY,
     TOGETHER,
@@ -37,7 +36,7 @@ from ft_wrapper.agent.ranks import (
     Start,
 )
 from ft_wrapper.agent.rounds import DONE, INFRASTRUCTURE, PROGRAM, End, Failure, JobResult, News, What, alone
-from ft_wrapper.protocol.notice import Notice
+from ft_wrapper.protocol.notice import SAME_WITHIN, Notice
 
 ROLE = "trainer"
 GRACE = 5.0  # seconds from a signal to SIGKILL
@@ -680,7 +679,7 @@ def test_the_second_sigterm_ends_the_job_at_once() -> None:
 def test_signals_to_many_processes_are_one_notice() -> None:
     node = Node(grace=30.0).run()
     assert node.ranks.noticed("SIGUSR1") == [AskNotice(Notice("", "SIGUSR1", 30.0))]
-    node.now += ONE_NOTICE - 0.5
+    node.now += SAME_WITHIN - 0.5
     assert node.ranks.noticed("SIGUSR1") == []
     asked = News(What.CHECKPOINT, "asked by HTTP", within=45.0)
     assert node.ranks.take_news(asked) == [AskNotice(Notice("", "asked by HTTP", 45.0))]

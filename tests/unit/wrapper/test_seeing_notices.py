@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -18,7 +19,7 @@ from ft_wrapper.monitor.shared_memory import RankMemory
 from ft_wrapper.monitor.watch import RankMonitor
 from ft_wrapper.protocol import keys
 from ft_wrapper.protocol.notice import GRACE_ENV, Notice, step_to_see
-from ft_wrapper.restart.notices import Notices, hearing_signals
+from ft_wrapper.restart.notices import Notices, hear_signals
 from ft_wrapper.store.secret import AGENT_ENV
 from ft_wrapper.testing import FakeStore
 
@@ -38,11 +39,17 @@ class Process:
         self.memory = RankMemory()
         self.memory.enter_iteration(3)
         self.memory.rank = rank
-        self.meetings: list[float | None] = []
+        self.meetings: list[float] = []
         nothing = contextlib.nullcontext()
-        self.notices = Notices(self.memory, store, nothing, contextlib.nullcontext, self.meetings.append)
-        self.notices.size = size
+        user_store: Any = mock.Mock()
+        user_store.return_value.barrier = self.meet
+        self.notices = Notices(self.memory, store, nothing, contextlib.nullcontext, user_store)
+        self.notices.enter()
+        self.notices.place = rank, size
         self.ping = self.memory.make_ping(look=self.notices.look)[0]
+
+    def meet(self, _: Any, __: Any, ___: Any, within: timedelta) -> None:
+        self.meetings.append(within.total_seconds())
 
     def seen(self) -> str | None:
         now = self.notices.current
@@ -154,7 +161,7 @@ def test_the_ranks_meet_at_the_step_behind_it_before_they_leave(ranks: list[Proc
     for each in (one, other):
         each.memory.active = True
         each.memory.give(dataclasses.replace(ONE, ends=True))  # the spare does not know of it yet
-    one.notices.size = other.notices.size = 2
+    one.notices.place, other.notices.place = (0, 2), (1, 2)
     for step in range(3):
         for each in (one, other):
             each.long_step(step)
@@ -162,7 +169,7 @@ def test_the_ranks_meet_at_the_step_behind_it_before_they_leave(ranks: list[Proc
     other.notices.leave_if_over()  # not yet: a fault has come between
     with pytest.raises(RankDrained, match="all ranks leave: node 1: SIGTERM; the job ends"):
         one.ping(3)
-    assert 59 < (one.meetings[0] or 0) < 60
+    assert 59 < one.meetings[0] < 60
     for each in (other, spare):
         assert not each.memory.leave_requested
         with pytest.raises(RankDrained):
@@ -172,13 +179,13 @@ def test_the_ranks_meet_at_the_step_behind_it_before_they_leave(ranks: list[Proc
 
 def test_the_next_iteration_begins_anew(ranks: list[Process]) -> None:
     one = ranks[0]
-    one.notices.size = 1
+    one.notices.place = 0, 1
     one.memory.give(ONE)
     for step in range(4):
         one.long_step(step)
     one.memory.enter_iteration(4)
     one.notices.enter()
-    one.notices.size = 1
+    one.notices.place = 0, 1
     assert one.memory.looks and one.seen() == "a"
     one.long_step(0)
     assert one.seen() is None
@@ -204,6 +211,13 @@ def test_what_an_agent_asks_for_meanwhile_is_not_lost(ranks: list[Process]) -> N
 
 
 # ---- signals
+
+
+@contextlib.contextmanager
+def hearing_signals(memory: RankMemory) -> Iterator[None]:
+    with contextlib.ExitStack() as owned:
+        hear_signals(memory, owned)
+        yield
 
 
 @pytest.fixture
