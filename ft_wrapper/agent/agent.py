@@ -10,7 +10,6 @@ import os
 import selectors
 import shlex
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
@@ -30,7 +29,6 @@ from ..monitor.identity import PROCESS_ENV, mark
 from ..monitor.service import MonitorService
 from ..monitor.signals import handled_signals
 from ..protocol.keys import HEAD
-from ..protocol.notice import Notice
 from ..store.secret import AGENT_ENV, announce, warn_if_open
 from . import health, ranks
 from .group import Group
@@ -72,10 +70,10 @@ class Launch:
         signals: signals that are forwarded to them, and end them.
         shutdown_timeout: seconds from a signal that ends ranks to SIGKILL.
         drain_timeout: seconds that SIGTERM gives ranks to reach their next step; see `Ranks`.
-        notice_grace: seconds from SIGTERM to the scheduler's SIGKILL, if that is known; else 0.
         forks: whether they are forked from a process that has imported torch, where that is possible.
         log_line_prefix: what comes before the lines that are shown; see `Logs`.
         devices: number of devices that this node's ranks share, if there are fewer than ranks; else 0.
+        notice_grace: seconds from SIGTERM to the scheduler's SIGKILL, if that is known; else 0.
     """
 
     job: Job
@@ -85,10 +83,10 @@ class Launch:
     signals: Sequence[signal.Signals] = SIGNALS
     shutdown_timeout: float = SHUTDOWN_TIMEOUT
     drain_timeout: float = 0.0
-    notice_grace: float = 0.0
     forks: bool = True
     log_line_prefix: str | None = None
     devices: int = 0
+    notice_grace: float = 0.0
 
 
 def run_agent(
@@ -426,33 +424,19 @@ class Loop:
                 case ranks.AskToLeave():
                     if not self._monitors.ask_to_leave(self._running[action.rank].pid):
                         self._ranks.does_not_leave(action.rank)
-                case ranks.AskNotice():
-                    self._ask_notice(action)
+                case ranks.AskNotice(notice):
+                    if (refused := self._nodes.notice(notice)) and notice.id:
+                        log.warning("%s: only the ranks of this node get a notice: %s", notice.why, refused)
+                        self._carry_out(self._ranks.take_news(News(What.NOTICE, notice=notice)))
                 case ranks.Give():
                     idle = self._monitors.give(action.notice)
                     for rank, process in self._running.items():
                         if process.pid in idle:
-                            self._ranks.has_no_work(rank)
+                            self._ranks.does_not_leave(rank)
                 case ranks.AskDrain():
-                    keeps = self._nodes.keeps_others and action.signum is not None
-                    notice = self._named(Notice("", action.why, action.grace)) if action.grace else None
-                    refused = _KEEPS_OTHERS if keeps else self._nodes.drain(action.within, action.why, notice)
-                    if refused:
+                    refused = _KEEPS_OTHERS if self._nodes.keeps_others and action.notice else ""
+                    if refused := refused or self._nodes.drain(action.within, action.why, action.notice):
                         self._carry_out(self._ranks.stays(action, refused))
-
-    def _ask_notice(self, asked: ranks.AskNotice) -> None:
-        """Has all nodes pass a notice on; if they cannot be asked, this node's ranks get it all the same."""
-        notice = self._named(asked.notice)
-        if asked.leaves and not notice.ends:
-            self._nodes.notice(dataclasses.replace(notice, id=""), leaves=asked.leaves)
-        elif refused := self._nodes.notice(notice, leaves=asked.leaves):
-            log.warning("%s: only the ranks of this node get a notice: %s", notice.why, refused)
-            self._carry_out(self._ranks.take_news(News(What.NOTICE, notice=notice)))
-
-    def _named(self, notice: Notice) -> Notice:
-        node = self._ranks.round.node
-        who = f"node {node}" if node else socket.gethostname()
-        return dataclasses.replace(notice, who=who, id=os.urandom(8).hex())
 
     def _notify(self, signum: int) -> None:
         """Passes a signal to the ranks that have a handler for it: it might end others and their helpers."""

@@ -149,7 +149,6 @@ class LocalElasticAgent(SimpleElasticAgent):
             tuple(signals),
             shutdown_timeout,
             drain_timeout,
-            0.0,
             standby,
             log_line_prefix_template,
         )

@@ -357,16 +357,17 @@ class FtNodes(Nodes):
         def ask() -> None:
             with contextlib.closing(connect(where.store, timedelta(seconds=_LEAVE_TIMEOUT / 2))) as store:
                 slots, least = drains.living_slots(store)
-            handler.drain(asked, slots, least, given)
+            handler.change(lambda record: give_notice(drains.request(record, asked, slots, least), given))
 
         return _asked(ask, "asking to drain this node")
 
-    def notice(self, notice: Notice, *, leaves: bool) -> str:
+    def notice(self, notice: Notice) -> str:
         handler = self._handler
         if handler is None or handler.node is None:
             return "it has no ranks yet"
+        leaves = notice.ends or not notice.id
         given = dataclasses.replace(notice, leaving=(handler.node.name,) if leaves else ())
-        return _asked(lambda: handler.notice(given), "giving a notice")
+        return _asked(lambda: handler.change(lambda record: give_notice(record, given)), "giving a notice")
 
     @property
     def keeps_others(self) -> bool:
@@ -474,7 +475,7 @@ class OneNode(Nodes):
     def drain(self, within: float, why: str, notice: Notice | None = None) -> str:
         return "no other node would be left"
 
-    def notice(self, notice: Notice, *, leaves: bool) -> str:
+    def notice(self, notice: Notice) -> str:
         register = self._register
         assert register is not None
         return _asked(lambda: register.change(lambda record: give_notice(record, notice)), "giving a notice")

@@ -188,12 +188,11 @@ class Nodes:
         """
         return "the nodes of this job do not agree on such things; use --rdzv-backend ft or etcd"
 
-    def notice(self, notice: Notice, *, leaves: bool) -> str:
+    def notice(self, notice: Notice) -> str:
         """Asks that the ranks of all nodes get a notice: `What.NOTICE` follows. Bounded.
 
         Args:
-            notice: the notice.
-            leaves: whether this node is about to end.
+            notice: the notice. Without an id it is not for ranks: it says that this node is about to end.
 
         Returns:
             Why it cannot be passed on; empty if it can.

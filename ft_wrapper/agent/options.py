@@ -553,10 +553,10 @@ class Options:
             self.signals,
             self.shutdown_timeout,
             self.drain_timeout,
-            self.notice_grace,
             self.forks,
             self.log_line_prefix,
             self.devices,
+            self.notice_grace,
         )
 
 

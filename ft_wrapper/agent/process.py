@@ -26,8 +26,7 @@ from ..store.plan import ANNOUNCED
 from ..torch_groups.device import DEVICES_ENV
 from .outputs import RankFiles, count_kernel_kills
 from .rounds import Round
-from .signals import NOTICES, prctl
-from .signals import die_with as die_with
+from .signals import NOTICES, die_with, prctl
 
 INCARNATION_ENV = "FT_WRAPPER_INCARNATION"
 TIMER_FILE_ENV = "TORCHELASTIC_TIMER_FILE"

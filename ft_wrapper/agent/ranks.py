@@ -123,13 +123,13 @@ class AskDrain(RankAction):
         within: seconds after which ranks that have not left are ended.
         why: for people.
         signum: the signal that caused it, if one did.
-        grace: seconds that all ranks are given for a checkpoint first; 0: they get no notice.
+        notice: what all ranks get first, if the grace time is known.
     """
 
     within: float
     why: str
     signum: int | None = None
-    grace: float = 0.0
+    notice: Notice | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,18 +137,15 @@ class AskNotice(RankAction):
     """Has all nodes pass a notice to their ranks: news of it follows.
 
     Args:
-        notice: the notice. The caller puts this node's name and a unique id into it.
-        leaves: whether this node is about to end. Until the job ends, the other nodes learn only this, and
-            ranks get no notice yet.
+        notice: the notice. Without an id it is not for ranks: it says that this node is about to end.
     """
 
     notice: Notice
-    leaves: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Give(RankAction):
-    """Passes a notice to this node's ranks: `Ranks.has_no_work` follows for those that have none to save."""
+    """Passes a notice to this node's ranks: `Ranks.does_not_leave` follows for those with none to save."""
 
     notice: Notice
 
@@ -435,11 +432,11 @@ class Ranks:
         """A signal arrived that ends the job; or drains this node, once, where that is wanted."""
         if signum == TERM and self._drain_timeout and self._stop is None:
             within, self._drain_timeout = self._drain_timeout, 0.0
-            asked = AskDrain(within, name, signum, self._grace)
             if not self._grace:
-                return [asked]
+                return [AskDrain(within, name, signum)]
+            asked = AskDrain(within, name, signum, self._notice(name, self._grace))
             self._drain_at = self._clock() + min(TOGETHER, within / 2), asked
-            return [AskNotice(Notice("", name), leaves=True)]
+            return [AskNotice(Notice("", name))]
         self._drain_at = None
         line = Log(f"{name}: forwarded to {self.names()}")
         if self._outcome.signum is not None:
@@ -483,24 +480,22 @@ class Ranks:
         if self._stop is not None or now < self._noticed.get(why, -SAME_WITHIN) + SAME_WITHIN:
             return []
         self._noticed[why] = now
-        return [AskNotice(Notice("", why, seconds or self._grace or None))]
+        return [AskNotice(self._notice(why, seconds or self._grace or None))]
+
+    def _notice(self, why: str, seconds: float | None, *, ends: bool = False) -> Notice:
+        who = f"node {self.round.node}" if self.round.node else "ftrun"
+        return Notice(who, why, seconds, f"{self.round.group_rank} {self._clock()}", ends)
 
     def _give(self, notice: Notice) -> list[RankAction]:
         if self._stop is not None or not notice.id or (notice.id, notice.ends) in self._given:
             return []
         self._given.add((notice.id, notice.ends))
-        actions: list[RankAction] = [Log(f"notice from {notice}"), Give(notice)]
         if notice.ends:
             self._drain_at = None
             self._note(preempted=str(notice))
             within = max(0.0, (notice.seconds or 0.0) - self._shutdown_timeout)
             self._begin_leaving(range(self._nproc), within)
-        return actions
-
-    def has_no_work(self, rank: int) -> None:
-        """A rank that got a notice has nothing to save: with the job's end, the next tick signals it."""
-        if rank in self._leaving:
-            self._leaving[rank].at = self._clock()
+        return [Log(f"notice from {notice}"), Give(notice)]
 
     def place(self, *, is_ours: bool, out_of_reach: str = "") -> list[RankAction]:
         """The answer to `AskPlace`.
@@ -522,8 +517,9 @@ class Ranks:
         return starts or self._give_up_if_alone()
 
     def does_not_leave(self, rank: int) -> None:
-        """A rank that was asked to leave has no next step at which to do so: the next tick signals it."""
-        self._leaving[rank].at = self._clock()
+        """A rank has no next step at which to leave: the next tick signals it, if it was asked to leave."""
+        if rank in self._leaving:
+            self._leaving[rank].at = self._clock()
 
     def waits_at_end(self, since: float) -> list[RankAction]:
         """All running ranks wait at their end, where leftovers of an interrupted function may hang forever.
@@ -547,7 +543,7 @@ class Ranks:
         if asked.signum is None:
             return [line]
         if self._grace:
-            return [line, AskNotice(Notice("", asked.why, self._grace - TOGETHER, ends=True), leaves=True)]
+            return [line, AskNotice(self._notice(asked.why, self._grace - TOGETHER, ends=True))]
         return [line, *self.signalled(asked.signum, asked.why)]
 
     def abandoned(self) -> list[RankAction]:

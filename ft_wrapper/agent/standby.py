@@ -43,7 +43,8 @@ import torch
 
 from ..torch_groups.warm_up import import_lazy_modules
 from .outputs import opened
-from .process import Program, Request, await_adoption, die_with, start, with_local_rank
+from .process import Program, Request, await_adoption, start, with_local_rank
+from .signals import die_with
 
 log = logging.getLogger(__name__)
 

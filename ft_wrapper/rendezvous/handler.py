@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
@@ -11,14 +11,13 @@ from torch.distributed import DistError, DistStoreError
 from torch.distributed.elastic import rendezvous as elastic
 
 from ..exception import StoreError
-from ..protocol.notice import Notice
 from ..store.bounded import in_background
-from . import drains, moves, operations
+from . import moves, operations
 from .backends import Backend, WorkerStores, make_backend
 from .executor import Executor, await_predecessor
 from .node_ids import new_node_id
 from .presence import Presence
-from .record import Drain, Node, RendezvousRecord, RoundPolicy
+from .record import Node, RendezvousRecord, RoundPolicy
 from .register import (
     Board,
     Change,
@@ -156,7 +155,7 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
 
         def close() -> None:
             try:
-                self._change(lambda record: moves.close(record, reason, result))
+                self.change(lambda record: moves.close(record, reason, result))
             except Exception as error:
                 self.board.lose(error)
 
@@ -249,37 +248,25 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
         with self._side_register() as register:
             return register.read()
 
+    def change(self, change: Change) -> RendezvousRecord:
+        """Changes the record, for what is not this node's own part.
+
+        Args:
+            change: makes the new record from the old one; called again if another node was faster.
+
+        Raises:
+            RendezvousConnectionError: the store is lost.
+        """
+        with self._side_register() as register:
+            return register.change(change, self.settings.close_timeout)
+
     def adopt_rank_policy(self) -> bool:
         """Changes the policy to ``rank``, once the job has formed and ranks can be replaced one by one.
 
         Returns:
             Whether the policy is ``rank`` now. It is not while nodes leave the round for the next one.
         """
-        return self._change(moves.adopt_rank_policy).policy is RoundPolicy.RANK
-
-    def drain(
-        self, asked: Drain, slots: Collection[int], min_world_size: int, notice: Notice | None = None
-    ) -> None:
-        """Requests a drain of ranks, with a notice for all ranks; for the arguments see `drains.request`.
-
-        Raises:
-            drains.Refused: too few would be left.
-            RendezvousConnectionError: the store is lost.
-        """
-
-        def with_it(record: RendezvousRecord) -> RendezvousRecord:
-            after = drains.request(record, asked, slots, min_world_size)
-            return moves.give_notice(after, notice) if notice else after
-
-        self._change(with_it)
-
-    def notice(self, notice: Notice) -> None:
-        """Gives all nodes a notice.
-
-        Raises:
-            RendezvousConnectionError: the store is lost.
-        """
-        self._change(lambda record: moves.give_notice(record, notice))
+        return self.change(moves.adopt_rank_policy).policy is RoundPolicy.RANK
 
     def leave(self) -> None:
         """Gives up this node's place, if it has one, and ends its part. The other nodes go on.
@@ -335,10 +322,6 @@ class FtRendezvousHandler(elastic.RendezvousHandler):
             if self._side is None:
                 self._side = self._connect()
             yield self._side
-
-    def _change(self, change: Change) -> RendezvousRecord:
-        with self._side_register() as register:
-            return register.change(change, self.settings.close_timeout)
 
     # The end -----------------------------------------------------------------------------------------------
 

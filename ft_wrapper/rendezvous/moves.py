@@ -138,14 +138,14 @@ def add_drain(record: RendezvousRecord, asked: Drain) -> RendezvousRecord:
     return replace(record, drains=(*(one for one in record.drains if one not in same), asked))
 
 
-def give_notice(record: RendezvousRecord, notice: Notice) -> RendezvousRecord:
+def give_notice(record: RendezvousRecord, notice: Notice | None) -> RendezvousRecord:
     """Replaces the notice. Nodes that leave at the same time share one, unless the job ends: it saves again.
 
     One without an id is not for ranks yet: it only says that a node is about to leave.
     """
     last, taking_part = record.notice, {node.name for node in record.participants}
     leaving = [name for name in (last.leaving if last else ()) if name in taking_part]
-    if record.closed or (last and last.ends):
+    if notice is None or record.closed or (last and last.ends):
         return record
     shared = last.id if last and last.id and leaving and notice.leaving and not notice.ends else notice.id
     together = tuple(dict.fromkeys((*leaving, *notice.leaving)))

@@ -27,7 +27,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent import futures
 from typing import Any, TypeVar
 
-from ft_wrapper.agent.process import die_with
+from ft_wrapper.agent.signals import die_with
 from ft_wrapper.rank_assignment import RankAssignment
 from ft_wrapper.testing.scheduler import RandomPolicy, SchedulerError, TurnPolicy
 

@@ -36,8 +36,8 @@ from typing import IO, Any
 import ft_wrapper.cli.run  # noqa: F401
 from ft_wrapper import *  # noqa: F403  # what each of them would load
 from ft_wrapper.agent import standby
-from ft_wrapper.agent.process import await_adoption, die_with
-from ft_wrapper.agent.signals import NOTICES
+from ft_wrapper.agent.process import await_adoption
+from ft_wrapper.agent.signals import NOTICES, die_with
 from ft_wrapper.rendezvous import presence
 from ft_wrapper.torch_groups.warm_up import import_lazy_modules
 

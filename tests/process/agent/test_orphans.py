@@ -79,7 +79,8 @@ def test_orphans_are_reaped_once_it_is_known_which_children_are_none() -> None:
 # As the template does, for a rank; but both the process between and the agent have ended when it looks.
 LATE = """
     import os, select
-    from ft_wrapper.agent.process import await_adoption, die_with
+    from ft_wrapper.agent.process import await_adoption
+    from ft_wrapper.agent.signals import die_with
 
     agent = os.getpid()
     if os.fork() == 0:

@@ -166,7 +166,7 @@ def test_a_node_that_hears_of_the_end_need_not_tell_it() -> None:
     with concurrent.futures.ThreadPoolExecutor() as pool:
         for joined in [pool.submit(host.next_rendezvous), pool.submit(other.next_rendezvous)]:
             joined.result(TIMEOUT)
-        change = other._change
+        change = other.change
 
         def change_too_late(close: Any) -> Any:
             ours.set()
@@ -174,7 +174,7 @@ def test_a_node_that_hears_of_the_end_need_not_tell_it() -> None:
             return change(close)
 
         released = threading.Event()
-        with mock.patch.object(other, "_change", change_too_late):
+        with mock.patch.object(other, "change", change_too_late):
             ending = pool.submit(other.shutdown)
             assert ours.wait(TIMEOUT)
             try:

@@ -94,7 +94,7 @@ def _filter_all(port: int, option: int) -> None:
 
 
 def _serve(port: int) -> None:
-    from ft_wrapper.agent.process import die_with
+    from ft_wrapper.agent.signals import die_with
     from ft_wrapper.store import TCPStoreServer
 
     die_with(os.getppid())  # also while it is stopped

@@ -145,6 +145,9 @@ class Node:
     def fails(self, rank: int, incarnation: int = 0, exitcode: int = 7) -> list[RankAction]:
         return self.ranks.ended(rank, exitcode, failure(rank, incarnation, exitcode))
 
+    def own_notice(self, why: str, seconds: float | None) -> Notice:
+        return Notice("ftrun", why, seconds, f"0 {self.now}")
+
     def succeeds(self, rank: int) -> list[RankAction]:
         return self.ranks.ended(rank, 0)
 
@@ -624,11 +627,11 @@ def test_a_drain_that_is_refused_changes_nothing() -> None:
 
 def test_sigterm_gives_a_notice_and_then_drains_this_node() -> None:
     node = Node(drain=25.0, grace=30.0).run()
-    announced = AskNotice(Notice("", "SIGTERM"), leaves=True)
-    assert node.ranks.signalled(signal.SIGTERM) == [announced]
+    notice = node.own_notice("SIGTERM", 30.0)
+    assert node.ranks.signalled(signal.SIGTERM) == [AskNotice(Notice("", "SIGTERM"))]
     assert node.ranks.take_news(News(What.NOTICE, notice=dataclasses.replace(NOTICE, id=""))) == []
     assert node.ranks.due() == node.now + TOGETHER
-    assert AskDrain(25.0, "SIGTERM", signal.SIGTERM, grace=30.0) in node.tick(TOGETHER)
+    assert AskDrain(25.0, "SIGTERM", signal.SIGTERM, notice) in node.tick(TOGETHER)
     assert node.ranks.take_news(NOTICED) == [Give(NOTICE)]
     assert node.ranks.take_news(NOTICED) == [], "it is in each record"
     assert node.ranks.take_news(News(What.DRAIN, "SIGTERM", within=25.0)) == [AskToLeave(0), AskToLeave(1)]
@@ -642,12 +645,12 @@ def test_a_job_that_cannot_go_on_without_this_node_leaves_as_a_whole(leave: bool
     node = Node(drain=25.0, grace=30.0).run()
     node.ranks.signalled(signal.SIGTERM)
     (asked,) = (one for one in node.tick(TOGETHER) if isinstance(one, AskDrain))
-    at_its_end = Notice("", "SIGTERM", 30.0 - TOGETHER, ends=True)
-    assert node.ranks.stays(asked, "no other node would be left") == [AskNotice(at_its_end, leaves=True)]
+    at_its_end = dataclasses.replace(node.own_notice("SIGTERM", 30.0 - TOGETHER), ends=True)
+    assert node.ranks.stays(asked, "no other node would be left") == [AskNotice(at_its_end)]
     ends = dataclasses.replace(NOTICE, seconds=29.0, ends=True)
     assert node.ranks.take_news(News(What.NOTICE, notice=ends)) == [Give(ends)]
     assert node.ranks.due() == node.now + 29.0 - GRACE
-    node.ranks.has_no_work(1)
+    node.ranks.does_not_leave(1)
     assert Send(signal.SIGTERM, 1) in node.tick()
     assert node.ranks.ended(1, -signal.SIGTERM, failure(1, exitcode=-signal.SIGTERM)) == []
     if leave:
@@ -678,14 +681,17 @@ def test_the_second_sigterm_ends_the_job_at_once() -> None:
 
 def test_signals_to_many_processes_are_one_notice() -> None:
     node = Node(grace=30.0).run()
-    assert node.ranks.noticed("SIGUSR1") == [AskNotice(Notice("", "SIGUSR1", 30.0))]
+    assert node.ranks.noticed("SIGUSR1") == [AskNotice(node.own_notice("SIGUSR1", 30.0))]
     node.now += SAME_WITHIN - 0.5
     assert node.ranks.noticed("SIGUSR1") == []
     asked = News(What.CHECKPOINT, "asked by HTTP", within=45.0)
-    assert node.ranks.take_news(asked) == [AskNotice(Notice("", "asked by HTTP", 45.0))]
+    assert node.ranks.take_news(asked) == [AskNotice(node.own_notice("asked by HTTP", 45.0))]
     node.now += 0.5
-    assert node.ranks.noticed("SIGUSR1") == [AskNotice(Notice("", "SIGUSR1", 30.0))]
-    assert Node().run().ranks.noticed("SIGUSR1") == [AskNotice(Notice("", "SIGUSR1"))], "not known how long"
+    assert node.ranks.noticed("SIGUSR1") == [AskNotice(node.own_notice("SIGUSR1", 30.0))]
+    node = Node().run()
+    assert node.ranks.noticed("SIGUSR1") == [AskNotice(node.own_notice("SIGUSR1", None))], (
+        "not known how long"
+    )
 
 
 def test_ranks_that_wait_at_their_end_are_ended_once_another_one_has_failed_for_good() -> None:
