@@ -576,9 +576,12 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
         print(f"ftrun: error: PET_* of an option without a value must be 0 or 1: {error}", file=sys.stderr)
         sys.exit(2)
     args = parser.read(argv)
-    if args.supervise:  # the command has taken it
-        parser.error("--supervise: main runs the job in this process; use the command ftrun")
     args.supervised_id = os.environ.pop(NODE_ID_ENV, None)
+    if args.supervise and not args.supervised_id:
+        if argv is not None and [*argv] != sys.argv[1:]:
+            parser.error("--supervise: main runs the job in this process; use the command ftrun")
+        os.environ[NODE_ID_ENV] = ""
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # without torch
     args.rdzv_id = args.rdzv_id or DEFAULT_RDZV_ID  # torchrun's static rendezvous needs no name
     _warn_of_what_has_no_effect(parser, args)
     _warn_of_ranks(parser, args)

@@ -26,12 +26,13 @@ from .._text import without_secrets
 from ..agent.signals import handle_notices
 from ..exception import StoreError
 from ..rendezvous.drains import Refused
+from ..rendezvous.node_ids import NODE_ID_ENV
 from ..settings import LONGEST
 from ..store.address import ANNOUNCED, ENDPOINT, canonical, members_of
 from ..store.bounded import call_in_thread
 from .local import jobs_here
 from .status import Status
-from .supervise import supervise, supervised_arguments
+from .supervise import supervise
 
 #: The commands of ``ftrun``, and where they are. A script of such a name is started as ``./status``.
 COMMANDS = {
@@ -84,8 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"ftrun: error: {name}: no such command or file; did you mean {meant[0]!r}?", file=sys.stderr)
         return 2
     level = level_of_ftrun()  # before torch's elastic package fails
-    if argv is None and (supervised := supervised_arguments(words)):
-        return supervise(supervised)
+    if os.environ.get(NODE_ID_ENV) == "":
+        return supervise()
     from .run import start_job
 
     return start_job(words, level)

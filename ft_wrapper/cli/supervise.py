@@ -1,6 +1,7 @@
 """``ftrun --supervise``: a small process that starts ``ftrun``, and starts it again if a signal kills it.
 
-It imports no torch. Its ``ftrun``, the agent, is in the same process group, and is killed when it dies.
+It imports no torch: the ``ftrun`` that has read its options with torch becomes it, by exec. Its own
+``ftrun``, the agent, is in the same process group, and is killed when it dies.
 """
 
 import logging
@@ -9,7 +10,6 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 
 from ..agent.signals import FORWARDED, SIGNALS, SignalQueue, die_with, original, queued, signal_name
 from ..log_lines import install
@@ -18,49 +18,20 @@ from ..rendezvous.node_ids import NODE_ID_ENV, new_node_id, node_id_from_environ
 # The name of the public module.
 log = logging.getLogger("ft_wrapper.run")
 
-VARIABLE = "PET_SUPERVISE"
-#: Options without a value: where the script begins has to be known without torch, and so without the parser.
-FLAGS = (
-    *("-h", "-m", "--help", "--module", "--no-python", "--run-path", "--standalone", "--virtual-local-rank"),
-    *("--check", "--no-fork", "--no-standby", "--supervise", "--version"),
-)
 _MOST, _WITHIN = 3, 600.0  # deaths, seconds
 
 
-def supervised_arguments(words: Sequence[str]) -> list[str]:
-    """The arguments of the agent; none if it is not to be supervised.
-
-    Args:
-        words: those of this process. ``--supervise`` after the script is the script's.
-    """
-    rest, position = [*words], 0
-    is_wanted = os.environ.get(VARIABLE) == "1" and bool(os.environ.pop(VARIABLE))  # an agent refuses it
-    while position < len(rest) and rest[position].startswith("-") and rest[position].strip("-"):
-        option = rest[position].replace("_", "-")
-        if len(option) > 3 and "--supervise".startswith(option):
-            is_wanted = bool(rest.pop(position))
-            continue
-        has_value = "=" in option or (option[1] != "-" and len(option) > 2)  # --nnodes=2, -t3
-        position += 1 if has_value or any(flag.startswith(option) for flag in FLAGS) else 2
-    return rest if is_wanted else []
-
-
-def supervise(arguments: Sequence[str]) -> int:
-    """Runs an agent, and another one in its place if a signal kills it. Main thread only.
+def supervise() -> int:
+    """Runs this command as an agent, and as another one if a signal kills that. Main thread only.
 
     After a signal that ends the job, which is forwarded, no other agent is started.
-
-    Args:
-        arguments: of the agent.
 
     Returns:
         The exit code of the last agent; 128 and the number of the signal if one has killed it.
     """
     install()  # as an agent's are with FT_WRAPPER_LOG_FORMAT alone: its options are not known here
-    command = [sys.executable, *sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1], *arguments]
-    if node_id_from_environment() is None:  # a scheduler's index is the next agent's, too
-        os.environ[NODE_ID_ENV] = new_node_id()
-    pid, deaths = os.getpid(), list[tuple[float, str]]()
+    os.environ[NODE_ID_ENV] = node_id_from_environment() or new_node_id()
+    command, pid, deaths = [sys.executable, *sys.orig_argv[1:]], os.getpid(), list[tuple[float, str]]()
     with queued(SIGNALS) as signals:
         while True:
             began = time.monotonic()

@@ -6,7 +6,7 @@ import socket
 import uuid
 from collections.abc import Mapping
 
-#: Which id a supervisor gives its ``ftrun``, unless the user gives one.
+#: Which id a supervisor gives its ``ftrun``, unless the user gives one; empty: this process is to supervise.
 NODE_ID_ENV = "FT_WRAPPER_NODE_ID"
 
 

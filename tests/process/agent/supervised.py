@@ -14,7 +14,8 @@ import signal
 import sys
 
 from ft_wrapper.agent.signals import NOTICES, SIGNALS, queued
-from ft_wrapper.cli.supervise import supervise, supervised_arguments
+from ft_wrapper.cli.supervise import supervise
+from ft_wrapper.rendezvous.node_ids import NODE_ID_ENV
 
 
 def listen() -> None:
@@ -41,9 +42,9 @@ def leave_orphan() -> None:
     os.wait()
 
 
-if supervised := supervised_arguments(sys.argv[1:]):
-    sys.exit(supervise(supervised))
-what, *argument = sys.argv[1:]
+if NODE_ID_ENV not in os.environ:
+    sys.exit(supervise())
+what, *argument = sys.argv[2:]
 if what == "exit":
     sys.exit(int(argument[0]))
 if what == "die":

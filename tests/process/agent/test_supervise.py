@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
@@ -23,7 +24,7 @@ from training import Training
 
 from ft_wrapper.agent import options
 from ft_wrapper.cli.main import main
-from ft_wrapper.cli.supervise import FLAGS, supervised_arguments
+from ft_wrapper.rendezvous.node_ids import NODE_ID_ENV
 from ft_wrapper.testing import EtcdServer
 
 STANDS_IN = Path(__file__).with_name("supervised.py")
@@ -36,36 +37,37 @@ SLEEPS = "import pathlib, time; pathlib.Path('in').touch(); time.sleep(1000)"
 
 
 @pytest.mark.parametrize(
-    ("words", "left"),
+    ("words", "is_wanted"),
     [
-        ("--supervise train.py --x", "train.py --x"),
-        ("--nnodes 2 --supervise -m train --supervise", "--nnodes 2 -m train --supervise"),
-        (
-            "-t3 -r 1 --standalone --nproc_per_node=2 --superv train.py",
-            "-t3 -r 1 --standalone --nproc_per_node=2 train.py",
-        ),
-        ("train.py --supervise", None),
-        ("--nnodes 2 train.py --supervise", None),
-        ("--no_python -m --virtual-local train --supervise", None),
-        ("--nproc-per-node --supervise", None),
-        ("-- train.py --supervise", None),
-        ("", None),
+        ("--supervise train.py --x", True),
+        ("--nnodes 2 --supervise -m train --supervise", True),
+        ("-t3 -r 1 --standalone --nproc_per_node=2 --superv train.py", True),
+        ("train.py --supervise", False),
+        ("--nnodes 2 train.py --supervise", False),
+        ("-m --virtual-local train --supervise", False),
     ],
 )
-def test_the_option_is_found_before_the_script(words: str, left: str | None) -> None:
-    assert supervised_arguments(words.split()) == (left.split() if left else [])
-
-
-def test_it_knows_which_options_have_no_value() -> None:
-    actions = options.make_parser()._actions
-    flags = {text for action in actions if action.nargs == 0 for text in action.option_strings}
-    assert {flag.replace("_", "-") for flag in flags} == {*FLAGS}
+def test_the_option_is_found_before_the_script(
+    words: str, is_wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    monkeypatch.setattr(sys, "argv", ["ftrun", *words.split()])
+    monkeypatch.setattr(os, "execv", mock.Mock(side_effect=InterruptedError))
+    with pytest.raises(InterruptedError if is_wanted else SystemExit):  # there is no such script
+        options.parse_args(words.split())
+    assert (NODE_ID_ENV in os.environ) == is_wanted
 
 
 def test_a_variable_asks_for_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PET_SUPERVISE", "1")
-    assert supervised_arguments(["train.py"]) == ["train.py"]
-    assert "PET_SUPERVISE" not in os.environ, "the agent's parser refuses it"
+    monkeypatch.setenv(NODE_ID_ENV, "3")
+    monkeypatch.setattr(os, "execv", mock.Mock(side_effect=InterruptedError))
+    with pytest.raises(SystemExit):  # it is supervised already; there is no such script
+        options.parse_args(["train.py"])
+    assert NODE_ID_ENV not in os.environ, "its ranks may start a job of their own"
+    monkeypatch.setattr(sys, "argv", ["ftrun", "train.py"])
+    with pytest.raises(InterruptedError):
+        options.parse_args(["train.py"])
 
 
 def test_a_program_that_calls_main_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
