@@ -150,9 +150,7 @@ def application(group: Group, nodes: Nodes, run_id: str, timeout: float) -> "WSG
     return answer
 
 
-def _pass_on(
-    request: What, environ: "WSGIEnvironment", start_response: "StartResponse", inbox: Inbox
-) -> Iterable[bytes]:
+def _pass_on(what: What, environ: "WSGIEnvironment", start: "StartResponse", inbox: Inbox) -> Iterable[bytes]:
     """Passes a request on to the loop, which asks the other nodes."""
     peer = ipaddress.ip_address(environ["REMOTE_ADDR"].partition("%")[0])
     mapped = getattr(peer, "ipv4_mapped", None)
@@ -163,9 +161,9 @@ def _pass_on(
     elif not 0 <= within < math.inf:
         status, answer = "400 Bad Request", f"within={text}: use a number of seconds"
     else:
-        inbox.put(inbox.term, News(request, "asked by HTTP", within=within))
+        inbox.put(inbox.term, News(what, "asked by HTTP", within=within))
         status, answer = "202 Accepted", "asked; the log says what comes of it"
-    start_response(status, [("Content-Type", "text/plain")])
+    start(status, [("Content-Type", "text/plain")])
     return [f"{answer}\n".encode()]
 
 

@@ -963,7 +963,7 @@ def _drain_timeout(parser: Parser, args: argparse.Namespace, backend: str) -> fl
     seconds: float = args.drain_timeout if given else max(0.0, grace - args.shutdown_timeout)
     if backend in OURS or not seconds or (grace and not backend):
         return seconds
-    name = "--drain-timeout" if given else "--notice-grace"
+    option = f"--drain-timeout {seconds:g}" if given else f"--notice-grace {grace:g}"
     where = f"with --rdzv-backend {backend}; use {NAME} or etcd" if backend else "on one node"
-    parser.warn(f"{name} {seconds if given else grace:g}: no effect {where}")
+    parser.warn(f"{option}: no effect {where}")
     return 0.0

@@ -60,15 +60,14 @@ class SignalQueue:
         self.ending = frozenset(ending)
         self._signals = frozenset(signals)
         self._raises = False
-        self._got: Counter[tuple[int, bool]] = Counter()
+        self._got: Counter[int] = Counter()
 
     def read(self, flags: int = 0) -> list[int]:
         """Takes out what arrived since the last call; ``MSG_PEEK`` leaves it there. Does not block."""
         with suppress(BlockingIOError):
             got, arrived = self._got.copy() if flags else self._got, self.fd.recv(4096, flags)
-            return [
-                original(each) for each in arrived if original(each) in self._signals and _is_new(each, got)
-            ]
+            signals = [original(signum) for signum in arrived if _is_new(signum, got)]
+            return [signum for signum in signals if signum in self._signals]
         return []
 
     @contextmanager
@@ -113,11 +112,10 @@ def original(signum: int) -> int:
     return _ORIGINAL.get(signum, signum)
 
 
-def _is_new(signum: int, got: Counter[tuple[int, bool]]) -> bool:
+def _is_new(signum: int, got: Counter[int]) -> bool:
     """Counts an arrival; false if the same signal has come the other way, directly or forwarded, before."""
-    key = original(signum)
-    got[key, signum != key] += 1
-    return got[key, signum != key] > got[key, signum == key]
+    got[signum] += 1
+    return got[signum] > got[FORWARDED.get(signum, _ORIGINAL.get(signum, 0))]
 
 
 @contextmanager

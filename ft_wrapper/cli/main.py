@@ -222,23 +222,19 @@ def main_drain(argv: Sequence[str]) -> int:
     parser = _parser("drain", what)
     what = f"after this long, terminate ranks that have not left (default: {WITHIN:g})"
     parser.add_argument("--within", type=float, default=WITHIN, metavar="SECONDS", help=what)
-    args = parser.parse_intermixed_args(argv)  # options also between the two
-    if not re.fullmatch(r"slot:\d+|node:.+|(?!slot:|node:).+", args.target, re.DOTALL):
-        parser.error(f"{args.target!r}: name a node or a slot: NODE, node:ID, SLOT or slot:N")
-    _check_within(parser, args.within)
-    return _control("drain", args, args.target, args.within)
+    return _control("drain", parser, argv)
 
 
 def main_restart(argv: Sequence[str]) -> int:
     """``ftrun restart``; arguments, result and errors as for `main_drain`."""
     what = "Ends the iteration of a running job: its ranks enter the function again, in the same processes."
-    return _control("restart", _parser("restart", what).parse_args(argv))
+    return _control("restart", _parser("restart", what), argv)
 
 
 def main_stop(argv: Sequence[str]) -> int:
     """``ftrun stop``; arguments, result and errors as for `main_drain`."""
     what = "Ends a job: on all nodes the ranks get SIGTERM, and time to end. Each ftrun exits with 0."
-    return _control("stop", _parser("stop", what).parse_args(argv))
+    return _control("stop", _parser("stop", what), argv)
 
 
 def main_notice(argv: Sequence[str]) -> int:
@@ -247,9 +243,7 @@ def main_notice(argv: Sequence[str]) -> int:
     parser = _parser("notice", what)
     what = "how long they have (default: not known)"
     parser.add_argument("--within", type=float, metavar="SECONDS", help=what)
-    args = parser.parse_args(argv)
-    _check_within(parser, args.within)
-    return _control("notice", args, args.within)
+    return _control("notice", parser, argv)
 
 
 def _parser(name: str, what: str) -> argparse.ArgumentParser:
@@ -266,29 +260,29 @@ def _parser(name: str, what: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _check_within(parser: argparse.ArgumentParser, within: float | None) -> None:
-    if within is not None and not 0 <= within <= LONGEST:
-        parser.error(f"--within {within}: must be at least 0 and finite, and at most {LONGEST} seconds")
-
-
-def _control(name: str, args: argparse.Namespace, *more: object) -> int:
-    """Carries out a command on a job, by the function of `control` that has its name.
+def _control(name: str, parser: argparse.ArgumentParser, argv: Sequence[str]) -> int:
+    """Carries out a command on a job, by the function of `control` that has its name and its arguments.
 
     Args:
         name: of the command.
-        args: its arguments.
-        more: those of the function between the endpoint and the reason.
+        parser: of its arguments.
+        argv: the arguments.
 
     Returns:
         0; 1 if it was refused.
     """
+    args = parser.parse_intermixed_args(argv)  # options also between a target and an endpoint
+    if "target" in args and not re.fullmatch(r"slot:\d+|node:.+|(?!slot:|node:).+", args.target, re.DOTALL):
+        parser.error(f"{args.target!r}: name a node or a slot: NODE, node:ID, SLOT or slot:N")
+    if not 0 <= (getattr(args, "within", None) or 0.0) <= LONGEST:
+        parser.error(f"--within {args.within}: must be at least 0 and finite, and at most {LONGEST} seconds")
     canonical(args.endpoint)
     _check_listens(args.endpoint)
     from . import control  # it needs torch
 
-    why = f"ftrun {name} on {socket.gethostname()}{args.why and f': {args.why}'}"
+    args.why = f"ftrun {name} on {socket.gethostname()}{args.why and f': {args.why}'}"
     try:
-        print(getattr(control, name)(args.endpoint, *more, why))
+        print(getattr(control, name)(**vars(args)))
     except Refused as error:
         print(f"ftrun {name}: refused: {without_secrets(str(error))}", file=sys.stderr)
         return 1

@@ -89,7 +89,7 @@ class LiveState:
     ) -> None:
         began = time.monotonic()
         with checks.ending_the_call():
-            _check_arguments(call_wrapper, build, restore, update, on_notice, name)
+            _check(call_wrapper, build, restore, update, on_notice, name)
             self._seed = as_limit("seed", seed, at_least=0)
             self._seed_by = functools.partial(seed_all, self._seed)
             self._verify_every = as_limit("verify_every", verify_every, at_least=1)
@@ -256,9 +256,7 @@ class LiveState:
             raise JobAbort(f"step {self._open}: no parameter of any optimizer has a gradient in commit()")
 
 
-def _check_arguments(
-    call_wrapper: Any, build: Any, restore: Any, update: Any, on_notice: Any, name: Any
-) -> None:
+def _check(call_wrapper: Any, build: Any, restore: Any, update: Any, on_notice: Any, name: Any) -> None:
     if not isinstance(call_wrapper, CallWrapper):
         raise TypeError(f"call_wrapper={call_wrapper!r} must be the CallWrapper that the function is given")
     check_callable("build", build, 'lambda: {"model": model, "optimizer": optimizer}')

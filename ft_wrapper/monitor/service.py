@@ -120,7 +120,7 @@ class MonitorService:
         self._hearts: dict[tuple[AllLimits, str], Heart] = {}  # one per timeouts and store
         self._idle: dict[str, Idle] = {}  # by store
         self._closing = False
-        self._notice: tuple[float, Notice] | None = None  # the newest, and when it came
+        self._notice: Notice | None = None  # the newest; its seconds are those of the clock
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(f"\0{self.name}")
         self._listener.listen(128)
@@ -192,7 +192,7 @@ class MonitorService:
             The processes that run no function now, such as spares.
         """
         with self._changed:
-            self._notice = time.monotonic(), notice
+            self._notice = notice.after(-time.monotonic())
             working = []
             for one in self._attended.values():
                 if one.process is not None and one.process.memory is not None and one.is_in_call:
@@ -309,10 +309,8 @@ class MonitorService:
                 raise _Refused(f"process {process.pid} already has a monitor")
             attended.process, process.memory = process, memory
             if self._notice is not None:
-                came, notice = self._notice
                 # Also if its time is over: ranks that see other notices than their peers would save alone.
-                left = None if notice.seconds is None else notice.seconds - (time.monotonic() - came)
-                memory.give(dataclasses.replace(notice, seconds=left))
+                memory.give(self._notice.after(time.monotonic()))
             key = limits, json.dumps(plan.plain, sort_keys=True)
             if key not in self._hearts:
                 self._hearts[key] = Heart(plan.connect, heart_name(), limits)

@@ -9,7 +9,6 @@ and written in one store. So no reader sees half of a value, and no writer takes
 """
 
 import ctypes
-import dataclasses
 import enum
 import errno
 import fcntl
@@ -229,20 +228,16 @@ class RankMemory(ctypes.Structure):
     def notice(self) -> Notice | None:
         """The newest notice, with the seconds that are left now; None if there was none."""
         text = self._notices[self._newest].value.decode()
-        if not text:
-            return None
         try:
-            notice = Notice.from_json(text, "notice")  # its seconds are those of the clock
+            return Notice.from_json(text, "notice").after(time.monotonic()) if text else None
         except StoreError:  # the agent and the rank, which has heard of it from another rank, wrote at once
             return None
-        left = None if notice.seconds is None else max(0.0, notice.seconds - time.monotonic())
-        return dataclasses.replace(notice, seconds=left)
 
     def give(self, notice: Notice) -> None:
         """Writes a notice, which the rank sees when its next step begins; from any process that maps this."""
-        who, why = (cut(text, _NOTICE_TEXT) for text in (notice.who, notice.why))
         self.notice_stamp = now = time.monotonic()
-        until = None if notice.seconds is None else now + notice.seconds
+        until = notice.after(-now).seconds  # by the clock
+        who, why = (cut(text, _NOTICE_TEXT) for text in (notice.who, notice.why))
         other = 1 - self._newest  # or a reader would see half of the text
         self._notices[other].value = Notice(who, why, until, notice.id, notice.ends).to_json().encode()
         self._newest, self.looks = other, True

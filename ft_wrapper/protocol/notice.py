@@ -1,7 +1,7 @@
 """A notice: how a job hears that a machine, or its whole allocation, is about to be taken away. Pure."""
 
-import dataclasses
 import math
+from dataclasses import dataclass, replace
 
 from .records import Record
 
@@ -11,7 +11,7 @@ GRACE_ENV = "FT_WRAPPER_NOTICE_GRACE"
 SAME_WITHIN = 5.0
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Notice(Record):
     """Somebody asks for a checkpoint, since there may not be much time left.
 
@@ -30,6 +30,10 @@ class Notice(Record):
     id: str = ""
     ends: bool = False
     leaving: tuple[str, ...] = ()
+
+    def after(self, seconds: float) -> "Notice":
+        """The same notice, when so many seconds have passed."""
+        return self if self.seconds is None else replace(self, seconds=max(0.0, self.seconds - seconds))
 
     def __str__(self) -> str:
         within = "" if self.seconds is None else f", {self.seconds:.0f} s left"
