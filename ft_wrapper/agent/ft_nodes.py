@@ -448,7 +448,6 @@ class OneNode(Nodes):
         self._role = role
         self._rounds = 0
         self._of_round = contextlib.ExitStack()
-        self._register: RecordRegister | None = None
         self._given = secret.job_secret()
 
     def next_round(self) -> Round:
@@ -476,9 +475,7 @@ class OneNode(Nodes):
         return "no other node would be left"
 
     def notice(self, notice: Notice) -> str:
-        register = self._register
-        assert register is not None
-        return _asked(lambda: register.change(lambda record: give_notice(record, notice)), "giving a notice")
+        return _asked(lambda: self._register.change(lambda old: give_notice(old, notice)), "giving a notice")
 
     def close(self) -> None:
         self._of_round.close()

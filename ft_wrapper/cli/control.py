@@ -295,8 +295,7 @@ def notice(endpoint: str, within: float | None, why: str) -> str:
     who, _, said = why.partition(": ")
     given = Notice(who, said or "a checkpoint is asked for", within, os.urandom(8).hex())
     with contextlib.ExitStack() as opened:
-        job = JobStores(endpoint, opened)
-        if job.change(lambda record: moves.give_notice(record, given)).closed:
+        if JobStores(endpoint, opened).change(lambda record: moves.give_notice(record, given)).closed:
             raise Refused("the job is over")
     return "all ranks get the notice; the log of ftrun says when they have it"
 
@@ -322,6 +321,5 @@ def stop(endpoint: str, why: str) -> str:
         return moves.close(record, why, JobResult(DONE, why, verdict="stopped").to_text())
 
     with contextlib.ExitStack() as opened:
-        job = JobStores(endpoint, opened)
-        job.change(closed)
+        JobStores(endpoint, opened).change(closed)
     return "all nodes end their ranks"

@@ -207,8 +207,7 @@ class MonitorService:
             pid: the process that the agent has started for it.
         """
         with self._changed:
-            process = self._processes.get(pid)
-            if process is not None and process.memory is not None:
+            if (process := self._processes.get(pid)) is not None and process.memory is not None:
                 process.memory.end_requested = True
 
     def close(self) -> None:

@@ -266,7 +266,7 @@ def test_what_a_drain_is_asked_of_is_read_before_it_connects(
 ) -> None:
     asked: list[str] = []
     monkeypatch.setattr(cli, "_check_listens", lambda _: None)
-    monkeypatch.setattr(control, "drain", lambda _, target, *__: asked.append(target) or "done")
+    monkeypatch.setattr(control, "drain", lambda target, **_: asked.append(target) or "done")
     good = ["0", "node-7", "node:0", "slot:3", "slot", "node", "a:b", "Knoten 7\n"]
     words = [[target, "--why", "options between the two", "localhost:1"] for target in good]
     assert [cli.main_drain(each) for each in words] == [0] * len(good)
