@@ -321,8 +321,11 @@ def _place(thread: threading.Thread) -> str:
 
 
 def _handlers() -> dict[int, object]:
-    # SIGALRM is pytest-timeout's: another handler for each test.
-    return {int(s): signal.getsignal(s) for s in signal.valid_signals() if s != signal.SIGALRM}
+    # SIGALRM is pytest-timeout's: another handler for each test. An agent goes on ignoring forwarded signals.
+    from ft_wrapper.agent.signals import FORWARDED
+
+    others = signal.valid_signals() - {signal.SIGALRM, *FORWARDED.values()}
+    return {int(signum): signal.getsignal(signum) for signum in others}
 
 
 def _left_handlers(before: Snapshot) -> list[str]:

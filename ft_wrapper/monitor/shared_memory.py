@@ -242,10 +242,6 @@ class RankMemory(ctypes.Structure):
         self._notices[other].value = Notice(who, why, until, notice.id, notice.ends).to_json().encode()
         self._newest, self.looks = other, True
 
-    def ask_to_leave(self) -> None:
-        """Asks the rank to leave the job when its next step begins."""
-        self.leave_requested = self.looks = True
-
     def enter_phase(self, phase: int) -> None:
         """Changes the phase, and resets the stamps: ``main_stamp`` to now, ``ping_stamp`` to none."""
         self.main_stamp = time.monotonic()

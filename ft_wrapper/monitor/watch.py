@@ -166,7 +166,7 @@ class RankWatch:
         Returns:
             Whether the rank will leave when its next step begins.
         """
-        self.memory.ask_to_leave()
+        self.memory.leave_requested = self.memory.looks = True
         is_watched = self.memory.phase == Phase.WATCHED
         return self.memory.active and is_watched and self.memory.step is not None
 

@@ -203,11 +203,16 @@ def test_sigterm_ends_a_job_of_which_too_few_would_be_left(tmp_path: Path) -> No
 
 
 @pytest.mark.nightly("another node leaves in every run")
-def test_a_node_that_hosts_the_store_stays_for_the_others(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by", ["ftrun drain", "SIGTERM"])
+def test_a_node_that_hosts_the_store_stays_for_the_others(tmp_path: Path, by: str) -> None:
     with Cluster(tmp_path, LIVE, nnodes="3") as cluster:
-        nodes = [cluster.start(name) for name in "012"]  # the first one hosts the rendezvous store, too
+        # The first one hosts the rendezvous store, too.
+        nodes = [cluster.start(name, "--drain-timeout", "60") for name in "012"]
         await_that(lambda: came_to(cluster.shared, 0, 0, 1), *nodes)
-        assert ftrun("drain", "node:0", cluster.address).returncode == 0
+        if by == "SIGTERM":
+            nodes[0].process.send_signal(signal.SIGTERM)
+        else:
+            assert ftrun("drain", "node:0", cluster.address).returncode == 0
         await_that(lambda: came_to(cluster.shared, 1, 1, 2), *nodes)
         await_that(lambda: "the ranks of this node have ended; it hosts their store" in nodes[0].said, *nodes)
         cluster.finish(*nodes)

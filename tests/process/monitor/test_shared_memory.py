@@ -229,7 +229,7 @@ def test_one_that_is_to_leave_does_so_where_a_step_begins(memory: RankMemory, wa
     for n in (2, 3):  # each looks, and goes on
         tell(n)
     assert memory.step == 3 and notes == [1], "not as if the function had gone back"
-    memory.ask_to_leave()
+    memory.leave_requested = memory.looks = True
     ping()
     tell(3)  # a part of the step that is on
     for n in (4, 1):  # the next one; or the function has gone back

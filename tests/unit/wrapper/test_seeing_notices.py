@@ -200,7 +200,12 @@ def test_what_an_agent_asks_for_meanwhile_is_not_lost(ranks: list[Process]) -> N
     for one in ranks:
         one.long_step(0)
         one.memory.give(ONE)
-    first.notices.atomic = lambda: contextlib.nullcontext(first.memory.ask_to_leave())
+
+    def asked_to_leave() -> contextlib.nullcontext[None]:
+        first.memory.leave_requested = first.memory.looks = True
+        return contextlib.nullcontext()
+
+    first.notices.atomic = asked_to_leave
     for step in (1, 2, 3):
         for one in ranks:
             one.long_step(step)
