@@ -45,21 +45,21 @@ class Budget:
 
 LINES = {
     "top": Budget(990, 1297),
-    "cli": Budget(790, 850),
-    "restart": Budget(1240, 1540),
+    "cli": Budget(770, 820),
+    "restart": Budget(1240, 1520),
     "rank_assignment": Budget(500),
-    # Notices and --supervise add: protocol 25, monitor 60, rendezvous 30, agent 165, cli 95, live 25, restart
-    # 164: of these 40 for the two signals, 60 for the step at which all see one, 35 for leaving together.
+    # Notices and --supervise add: protocol 25, monitor 46, rendezvous 18, agent 141, cli 66, live 23, restart
+    # 140: of these 23 for the two signals, 58 for the step at which all see one, 24 for leaving together.
     "protocol": Budget(2185, 2280),
     "store": Budget(1670, 1829),
-    "monitor": Budget(2270, 2455),
+    "monitor": Budget(2260, 2445),
     "torch_groups": Budget(1185, 1248),
-    "rendezvous": Budget(1730),
-    "agent": Budget(3330, 3910),
+    "rendezvous": Budget(1715),
+    "agent": Budget(3305, 3885),
     # It gave 260 of 550 to what seals take beside their own room: protocol 50, store 110, live 90,
     # rendezvous 10.
     "agent/torch_api": Budget(290),
-    "live": Budget(1807, 1890),
+    "live": Budget(1805, 1890),
     "checkpoints": Budget(370),
     "integrations": Budget(370),
     "check": Budget(222),
