@@ -32,7 +32,7 @@ from .._text import without_secrets
 from ..log_lines import FORMAT_ENV, FORMATS, TEXT
 from ..protocol.notice import GRACE_ENV
 from ..rendezvous.backends import DEFAULT_PORT
-from ..rendezvous.node_ids import NODE_ID_ENV
+from ..rendezvous.node_ids import NODE_ID_ENV, node_id_from_environment
 from ..rendezvous.settings import ETCD_NAMES, NAME, read_parameters, unknown_options
 from ..settings import LONGEST
 from ..store import secret
@@ -926,7 +926,7 @@ def _config(parser: Parser, args: argparse.Namespace, backend: str, nproc: int) 
             parser.warn(f"--rdzv-conf {key}={config[key]}: no effect: {option} says {value}")
         if value is not None:
             config[key] = value
-    if args.supervised_id:
+    if args.supervised_id and node_id_from_environment() is None:  # an index takes no living node's place
         config.setdefault("node_id", args.supervised_id)
     if rank and backend == NAME and (args.rdzv_backend == STATIC or not args.rdzv_endpoint):
         # As in torch's static rendezvous, whatever the name of the endpoint leads to: a proxy, a service.

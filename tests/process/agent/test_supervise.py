@@ -58,6 +58,19 @@ def test_the_option_is_found_before_the_script(
     assert (NODE_ID_ENV in os.environ) == is_wanted
 
 
+@pytest.mark.parametrize("index", [None, "1"])
+def test_the_index_of_a_scheduler_is_none_that_the_user_gives(
+    index: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent with an index waits for a living one, which a second job step has perhaps."""
+    monkeypatch.setenv(NODE_ID_ENV, index or "host-1")
+    if index is not None:
+        monkeypatch.setenv("JOB_COMPLETION_INDEX", index)
+    words = ["--supervise", "--nnodes", "2", "--rdzv-endpoint", "a:1", write_script(tmp_path, "")]
+    parameters = options.parse_args(words).rendezvous
+    assert parameters is not None and parameters.config.get("node_id") == (None if index else "host-1")
+
+
 def test_a_variable_asks_for_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PET_SUPERVISE", "1")
     monkeypatch.setenv(NODE_ID_ENV, "3")
