@@ -23,7 +23,7 @@ from manifests import BASE, CLUSTER, FILES, GIVEN, job_of, node_of, objects, pod
 
 from ft_wrapper.agent.options import Options, parse_args
 from ft_wrapper.agent.rounds import BAD_NODE, COMMAND_LINE, INFRASTRUCTURE, PROGRAM
-from ft_wrapper.cli.supervise import supervised_arguments
+from ft_wrapper.rendezvous.node_ids import NODE_ID_ENV
 
 TIMEOUT = 60.0
 
@@ -40,9 +40,9 @@ def parsed(file: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Options:
             monkeypatch.setenv(name, value)
     for entry in node_of(file)["env"]:
         monkeypatch.setenv(entry["name"], entry.get("value", "-"))
-    words = supervised_arguments(words_of(file))
-    assert words, "ftrun is not supervised"
-    return parse_args([word.replace("/etc/train/", f"{folder}/") for word in words])
+    monkeypatch.setenv(NODE_ID_ENV, GIVEN["JOB_COMPLETION_INDEX"])  # as --supervise sets it for the agent
+    assert "--supervise" in words_of(file)
+    return parse_args([word.replace("/etc/train/", f"{folder}/") for word in words_of(file)])
 
 
 def least_version(file: str) -> str:
