@@ -328,11 +328,9 @@ class Loop:
                 for signum in arrived:  # before the ends, which it may have caused
                     if signum in signals.ending:
                         self._carry_out(self._ranks.signalled(signum, signal_name(signum)))
-                    elif signum == signal.SIGUSR1 and not (asked := self._ranks.noticed("SIGUSR1")):
-                        continue  # each process may have got it, and ranks pass it on
                     elif signum != signal.SIGCHLD:
                         self._notify(signum)
-                        self._carry_out(asked if signum == signal.SIGUSR1 else [])
+                        self._carry_out(self._ranks.noticed("SIGUSR1") if signum == signal.SIGUSR1 else [])
                 for key in ready:
                     if isinstance(key.data, RankProcess):
                         self._take_end(key.data)
@@ -405,7 +403,7 @@ class Loop:
                 case ranks.Send() if action.rank is not None or action.signum != self._got_by_all:
                     for rank, process in self._running.items():
                         if action.rank in (None, rank):
-                            self._monitors.end(process.pid)  # or it would leave SIGTERM to this agent
+                            self._monitors.about_to_send(action.signum, process.pid)
                             process.send(action.signum)
                 case ranks.Kill():
                     self._kill()
@@ -442,6 +440,7 @@ class Loop:
         """Passes a signal to the ranks that have a handler for it: it might end others and their helpers."""
         handle = {rank: one for rank, one in self._running.items() if signum in handled_signals(one.pid)}
         for process in handle.values():
+            self._monitors.about_to_send(signum, process.pid)
             signal.pidfd_send_signal(process.pidfd, signum)
         words = "%s: handed to %s; no other running rank of this node has a handler for it"
         log.warning(words, signal_name(signum), self._ranks.names(handle))

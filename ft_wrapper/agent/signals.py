@@ -141,8 +141,9 @@ def queued(ending: Iterable[signal.Signals]) -> Iterator[SignalQueue]:
         )
         for signum in taken.intersection(FORWARDED):
             signal.signal(FORWARDED[signum], queue.note)
-            # The other one of two may come late, and must not kill a process that is about to exit.
-            cleanup.callback(signal.signal, FORWARDED[signum], signal.SIG_IGN)
+            # The other one of two may come late, and must not kill a process that is about to exit. It is
+            # handled, as programs that are started later would ignore what this process ignores.
+            cleanup.callback(signal.signal, FORWARDED[signum], lambda *_: None)
         for signum in taken:
             previous = signal.signal(signum, queue.note)
             cleanup.callback(signal.signal, signum, signal.SIG_DFL if previous is None else previous)

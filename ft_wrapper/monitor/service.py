@@ -12,6 +12,7 @@ import dataclasses
 import json
 import logging
 import os
+import signal
 import socket
 import threading
 import time
@@ -200,15 +201,19 @@ class MonitorService:
                     working += [one.process.pid] * one.process.memory.active
             return [pid for pid in self._processes if pid not in working]
 
-    def end(self, pid: int) -> None:
-        """Notes that a rank ends by the next SIGTERM. Call it before the signal is sent.
+    def about_to_send(self, signum: int, pid: int) -> None:
+        """Notes that a signal to a rank comes from its agent: it ends the rank, or is a notice that is known.
 
         Args:
+            signum: the signal, which is sent after this call.
             pid: the process that the agent has started for it.
         """
         with self._changed:
             if (process := self._processes.get(pid)) is not None and process.memory is not None:
-                process.memory.end_requested = True
+                if signum == signal.SIGUSR1:
+                    process.memory.notice_stamp = time.monotonic()
+                else:
+                    process.memory.end_requested = True
 
     def close(self) -> None:
         """Stops accepting ranks, and waits until their deaths are reported, at most `CLOSE_TIMEOUT`.

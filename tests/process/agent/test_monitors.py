@@ -201,7 +201,7 @@ def test_one_that_has_died_was_to_leave(monitors: MonitorService, start: Start, 
     ((memory, _),) = monitors.ranks()
     assert memory is not None and not memory.end_requested
     for pid in (rank.pid, -1):  # not every process has a memory
-        monitors.end(pid)
+        monitors.about_to_send(signal.SIGTERM, pid)
     assert memory.end_requested
     rank.kill()
     await_death(store, member)

@@ -44,7 +44,7 @@ SLEEPS = "import pathlib, time; pathlib.Path('in').touch(); time.sleep(1000)"
         ("-t3 -r 1 --standalone --nproc_per_node=2 --superv train.py", True),
         ("train.py --supervise", False),
         ("--nnodes 2 train.py --supervise", False),
-        ("-m --virtual-local train --supervise", False),
+        ("-m --virtual-local nowhere --supervise", False),
     ],
 )
 def test_the_option_is_found_before_the_script(
