@@ -362,25 +362,10 @@ def second_step(training: Training, job: Job, *options: str) -> subprocess.Popen
     """Starts another ftrun on the third node."""
     slurm = training.slurm
     secret = str(training.folder / f"ft-{job.number}.secret")
-    return slurm.start(
-        *(
-            "srun",
-            f"--jobid={job.number}",
-            "--overlap",
-            "--nodes=1",
-            "--ntasks=1",
-            f"--nodelist={slurm.nodes[2]}",
-        ),
-        *(
-            "--rdzv-endpoint",
-            f"{slurm.nodes[0]}:{PORT}",
-            "--rdzv-id",
-            f"{job.number}-0",
-            "--job-secret-file",
-            secret,
-        ),
-        *(*options, *training.work(pause=1.0)),
-    )
+    where = (f"--jobid={job.number}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={slurm.nodes[2]}")
+    meeting = ("--rdzv-endpoint", f"{slurm.nodes[0]}:{PORT}", "--rdzv-id", f"{job.number}-0")
+    ftrun = ("ftrun", "--nnodes", "2:3", "--nproc-per-node", "1", *meeting, "--job-secret-file", secret)
+    return slurm.start("srun", *where, *ftrun, *options, *training.work(pause=1.0))
 
 
 A_TASK_A_RANK = """#!/bin/bash
