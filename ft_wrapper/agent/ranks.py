@@ -440,7 +440,7 @@ class Ranks:
             self._drain_at = now + min(TOGETHER, within / 2), asked
             return [AskNotice(Notice("", name))]
         if signum == TERM and now < self._noticed.get(name, -TOGETHER) + TOGETHER:
-            return []  # SLURM's scancel sends a step's signal twice if another job is queued: 20 of 20 times
+            return []  # SLURM's scancel sends a step's signal twice if another job is queued: 30 of 30 times
         self._drain_at = None
         line = Log(f"{name}: forwarded to {self.names()}")
         if self._outcome.signum is not None:
