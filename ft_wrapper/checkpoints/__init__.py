@@ -160,6 +160,10 @@ class Checkpoints:
         above.mkdir(parents=True, exist_ok=True)
         return above / f"checkpoint-{step}"
 
+    def is_sealed(self, step: int) -> bool:
+        """Whether the checkpoint of a step was sealed in this iteration, such as for a notice in that step."""
+        return step in self._sealed
+
     def seal(self, step: int) -> None:
         """Seals the checkpoint of a step once all ranks have written it; then removes old ones.
 

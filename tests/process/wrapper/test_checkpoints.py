@@ -253,6 +253,7 @@ def misuses(rank: Rank, root: str) -> Any:
         checkpoints = Checkpoints(call_wrapper, root)
         write(checkpoints, 1, 0)
         checkpoints.seal(1)
+        assert [checkpoints.is_sealed(step) for step in (1, 2)] == [True, False]
         for arguments, words in BAD:
             with pytest.raises(JobAbort, match=re.escape(words)):
                 Checkpoints(**{"call_wrapper": call_wrapper, **arguments})

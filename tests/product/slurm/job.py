@@ -44,12 +44,9 @@ def train(call_wrapper: CallWrapper, folder: str, steps: int, pause: float) -> s
     rank = dist.get_rank()
     checkpoints = Checkpoints(call_wrapper, folder, keep=2)
 
-    saved = [0]
-
     def save(objects, step):
-        if step == saved[0]:
+        if checkpoints.is_sealed(step):
             return  # for a notice in this very step
-        saved[0] = step
         if rank == 0:
             path = Path(f"{checkpoints.path(step)}.pt")
             unfinished = path.with_name(f"{path.name}.unfinished")
