@@ -161,7 +161,7 @@ class Checkpoints:
         return above / f"checkpoint-{step}"
 
     def is_sealed(self, step: int) -> bool:
-        """Whether the checkpoint of a step was sealed in this iteration, perhaps for a notice in that step."""
+        """Whether the checkpoint of a step was sealed in this iteration, perhaps for a notice in it."""
         return step in self._sealed
 
     def seal(self, step: int) -> None:
