@@ -40,8 +40,9 @@ def save(objects: dict[str, Any], step: int) -> None:
         part.rename(folder / f"step{step}.pt")
 
 
-def say(what: str, step: int) -> None:
-    print(f"rank {dist.get_rank()} {what} {step}", flush=True)
+def say(what: str, result: object) -> None:
+    # In one piece: ranks share their stdout, and an unbuffered print writes the end of the line apart.
+    os.write(1, f"rank {dist.get_rank()} {what} {result}\n".encode())
 
 
 def gradients(objects: dict[str, Any], step: int) -> None:
@@ -82,7 +83,7 @@ def train(call_wrapper: CallWrapper | None = None) -> None:
 
 def finish(model: torch.nn.Module) -> None:
     weights = b"".join(tensor.numpy().tobytes() for tensor in model.state_dict().values())
-    print(f"rank {dist.get_rank()} ends with {hashlib.sha256(weights).hexdigest()[:16]}", flush=True)
+    say("ends with", hashlib.sha256(weights).hexdigest()[:16])
 
 
 train()
