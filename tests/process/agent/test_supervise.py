@@ -254,7 +254,7 @@ def kill_agent(node: FtRun) -> None:
 def test_a_killed_agent_takes_its_old_place(
     by: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whoever gave the node its id."""
+    """With an id from the user, from SLURM, or from the supervisor."""
     result = tmp_path / "result"
     with Cluster(tmp_path, WRAPPED, nnodes="1:2") as cluster:
         cluster.host_store()

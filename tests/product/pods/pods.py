@@ -32,7 +32,7 @@ from ft_wrapper.testing.etcd_server import find_etcd
 TIMEOUT = 120.0
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
-NOBODY = 65534
+POD_USER = 65534
 MEMORY = Path("/sys/fs/cgroup/memory")
 FILE = "kubernetes.yaml"
 SECRET = "0123456789abcdef"
@@ -101,10 +101,10 @@ class Network:
             folder.chmod(folder.stat().st_mode | 0o055)
             folder = folder.parent
         (self.folder / "checkpoints").mkdir()
-        os.chown(self.folder / "checkpoints", NOBODY, NOBODY)
+        os.chown(self.folder / "checkpoints", POD_USER, POD_USER)
         (self.folder / "secret").mkdir()
         (self.folder / "secret" / "secret").write_text(SECRET)
-        os.chown(self.folder / "secret" / "secret", 0, NOBODY)
+        os.chown(self.folder / "secret" / "secret", 0, POD_USER)
         (self.folder / "secret" / "secret").chmod(0o440)
         _ip("netns", "add", self.name)
         _ip("-n", self.name, "link", "add", "bridge", "type", "bridge")
@@ -239,7 +239,7 @@ class Pod:
             "--pid",
         ]
         words += ["--fork", "--kill-child=KILL", "bash", "-euc", self._setup(write), "bash"]
-        words += ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--no-new-privs"]
+        words += ["setpriv", f"--reuid={POD_USER}", f"--regid={POD_USER}", "--clear-groups", "--no-new-privs"]
         words += [
             "--bounding-set=-all",
             "--pdeathsig=KILL",

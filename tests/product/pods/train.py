@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import sys
 import time
 from pathlib import Path
@@ -130,10 +131,9 @@ def leave_orphans() -> None:
     read, write = os.pipe()
     for _ in range(ORPHANS):
         if (child := os.fork()) == 0:
-            parent = os.getpid()
+            parent = os.pidfd_open(os.getpid())
             if os.fork() == 0:
-                while os.getppid() == parent:
-                    time.sleep(0.01)
+                select.select([parent], [], [])  # it ends once it is an orphan
             os._exit(0)
         os.waitpid(child, 0)
     os.close(write)

@@ -84,7 +84,7 @@ def until(look: Callable[[], T], what: str, seconds: float = 120.0, said: Callab
     """Looks until there is something.
 
     Args:
-        look: returns something true at last. SLURM notifies nobody of its states, nor a file of its lines.
+        look: returns something true once it is there. SLURM's states and files can only be looked at.
         what: what is waited for, for the error.
         seconds: how long at most.
         said: what else the error shows.

@@ -378,7 +378,7 @@ srun --wait=0 --kill-on-bad-exit=0 --no-kill --output=ft-%j-%N.log bash -c '
 
 
 def test_a_task_for_each_rank(training: Training) -> None:
-    """Without ftrun: nobody starts a rank again, and SLURM counts its code."""
+    """Without ftrun: no rank is started again, and the job ends with the exit code of the killed one."""
     script = training.folder / "ranks.sbatch"
     script.write_text(A_TASK_A_RANK)
     job = training.submit("--nodes=3", str(script), *training.work())
