@@ -6,12 +6,12 @@ import json
 import os
 import queue
 import socket
-import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import torch
 
+from ..store.bounded import in_background
 from .plan import Copy, Plan, copy_of
 from .tree import Flat, empty_like
 from .wire import Addresses, Lines, Sign, Stream, Tensors, carry, unsigned, verified
@@ -124,8 +124,7 @@ class Buddies(Lines):
         self._sent.put(None)
         self.stored = -1
         """The newest step of which this rank's buddies have its copy, and it has theirs."""
-        self._thread = threading.Thread(target=self._run, name="ft_wrapper-buddies", daemon=True)
-        self._thread.start()
+        self._thread = in_background("exchanging copies with buddies", self._run)
 
     def open(self, addresses: Addresses, nodes: Sequence[str], buddies: int) -> None:
         """Connects; all active ranks call it.

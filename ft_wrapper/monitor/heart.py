@@ -21,6 +21,7 @@ from ..protocol.operations import Operations
 from ..protocol.records import Member, View
 from ..protocol.silence import beat_lasts
 from ..settings import AllLimits
+from ..store.bounded import in_background
 
 log = logging.getLogger(__name__)
 
@@ -137,8 +138,7 @@ class Heart:
         self._stop = threading.Event()
         self._is_wanted = threading.Event()
         self._is_away = False
-        self._thread = threading.Thread(target=self._run, name="ft_wrapper-heartbeat", daemon=True)
-        self._thread.start()
+        self._thread = in_background("heartbeat", self._run)
 
     @property
     def is_beating(self) -> bool:
@@ -156,14 +156,10 @@ class Heart:
         with self._lock:
             self._ranks = tuple(one for one in self._ranks if one is not rank)
 
-    def stop(self) -> None:
-        """Asks the thread to end, and does not wait."""
-        self._stop.set()
-        self._is_wanted.set()
-
     def close(self) -> None:
         """Ends the thread, and waits for it. The wait is bounded, since the store's retries are."""
-        self.stop()
+        self._stop.set()
+        self._is_wanted.set()
         self._thread.join()
 
     def _run(self) -> None:

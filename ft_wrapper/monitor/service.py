@@ -9,6 +9,7 @@ A rank that has no agent, or is refused, starts a monitor process.
 
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -155,15 +156,12 @@ class MonitorService:
         and must not be kept.
         """
         with self._changed:
-            in_call = [one.process for one in self._attended.values() if one.is_in_call]
+            in_call = self._in_call()
             return [(process.memory, process in in_call) for process in self._processes.values()]
 
     def last_end(self) -> float | None:
         """Since when all of the agent's processes have been waiting at exit; None if some process is not."""
-        with self._changed:
-            stamps = [
-                process.memory.end_stamp if process.memory else 0.0 for process in self._processes.values()
-            ]
+        stamps = [memory.end_stamp if memory else 0.0 for memory, _ in self.ranks()]
         return max(stamps) if stamps and all(stamps) else None
 
     def ask_to_leave(self, pid: int) -> bool:
@@ -177,11 +175,8 @@ class MonitorService:
         """
         with self._changed:
             process = self._processes.get(pid)
-            return process is not None and any(
-                one.watch is not None and one.watch.ask_to_leave()
-                for one in self._attended.values()
-                if one.process is process and one.is_in_call
-            )
+            watch = None if process is None else self._in_call().get(process)
+            return watch is not None and watch.ask_to_leave()
 
     def give(self, notice: Notice) -> list[int]:
         """Passes a notice to all ranks, and to those that enter a call later.
@@ -194,12 +189,11 @@ class MonitorService:
         """
         with self._changed:
             self._notice = notice.after(-time.monotonic())
-            working = []
-            for one in self._attended.values():
-                if one.process is not None and one.process.memory is not None and one.is_in_call:
-                    one.process.memory.give(notice)
-                    working += [one.process.pid] * one.process.memory.active
-            return [pid for pid in self._processes if pid not in working]
+            memories = [process.memory for process in self._in_call() if process.memory is not None]
+            for memory in memories:
+                memory.give(notice)
+            working = [memory for memory in memories if memory.active]
+            return [pid for pid, process in self._processes.items() if process.memory not in working]
 
     def about_to_send(self, signum: int, pid: int) -> None:
         """Notes that a signal to a rank comes from its agent: it ends the rank, or is a notice that is known.
@@ -214,6 +208,11 @@ class MonitorService:
                     process.memory.notice_stamp = time.monotonic()
                 else:
                     process.memory.end_requested = True
+
+    def _in_call(self) -> dict[_Process, RankWatch | None]:
+        """The agent's processes that are in a wrapped call, each with its watch, once it has one."""
+        attended = self._attended.values()
+        return {one.process: one.watch for one in attended if one.process is not None and one.is_in_call}
 
     def close(self) -> None:
         """Stops accepting ranks, and waits until their deaths are reported, at most `CLOSE_TIMEOUT`.
@@ -252,12 +251,9 @@ class MonitorService:
                     self._changed.wait_for(lambda: self._closing, _PAUSE)
                 continue
             attended = _Attended(line)
-            thread = threading.Thread(
-                target=self._attend, args=(attended,), name="ft_wrapper-rank-monitor", daemon=True
-            )
-            with self._changed:
+            with self._changed:  # it may end at once
+                thread = in_background("the monitor of a rank", functools.partial(self._attend, attended))
                 self._attended[thread] = attended
-            thread.start()
 
     # ---- in the thread of a connection
 
@@ -309,7 +305,7 @@ class MonitorService:
         if plan is None:
             raise _Refused(f"process {pid} has a monitor process")
         with self._changed:  # first come, first served; an earlier call's monitor runs until the rank leaves
-            if any(one.process is process and one.is_in_call for one in self._attended.values()):
+            if process in self._in_call():
                 raise _Refused(f"process {process.pid} already has a monitor")
             attended.process, process.memory = process, memory
             if self._notice is not None:

@@ -199,10 +199,7 @@ class MonitorThread:
         if not self.abort_may_hang():
             self._run_logged("abort", self.abort)
             return None
-        thread = threading.Thread(
-            target=self._run_logged, args=("abort", self.abort), name="ft_wrapper-abort", daemon=True
-        )
-        thread.start()
+        thread = in_background("abort", lambda: self._run_logged("abort", self.abort))
         thread.join(_ABORT_PATIENCE)
         if thread.is_alive():
             log.error(

@@ -266,7 +266,7 @@ def test_the_ranks_of_an_agent_share_a_heart_that_beats_as_long_as_one_lives(
     )
     assert len(set(hearts)) == 1
     await_beat(store, members[0])
-    assert [thread.name for thread in threading.enumerate()].count("ft_wrapper-heartbeat") == 1
+    assert [thread.name for thread in threading.enumerate()].count("ft_wrapper: heartbeat") == 1
     beating = [key for key in store.list_keys() if "/heartbeat/" in key]
     # torch 2.6 cannot list keys.
     assert beating == [keys.heartbeat(hearts[0])] or not hasattr(store.torch_store, "list_keys")
