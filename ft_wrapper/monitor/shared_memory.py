@@ -238,8 +238,10 @@ class RankMemory(ctypes.Structure):
         self.notice_stamp = now = time.monotonic()
         until = notice.after(-now).seconds  # by the clock
         who, why = (cut(text, _NOTICE_TEXT) for text in (notice.who, notice.why))
+        # Whether nodes leave is enough: their names might not fit.
+        written = Notice(who, why, until, notice.id, notice.ends, notice.leaving and ("",))
         other = 1 - self._newest  # or a reader would see half of the text
-        self._notices[other].value = Notice(who, why, until, notice.id, notice.ends).to_json().encode()
+        self._notices[other].value = written.to_json().encode()
         self._newest, self.looks = other, True
 
     def enter_phase(self, phase: int) -> None:

@@ -6,8 +6,8 @@ keys in the job's store. There the last rank that gets a notice names the step. 
 rank might be past the step when it gets its notice, and would not come to a save that is collective. A
 function that reports no steps sees what its memory holds.
 
-If the job ends, the ranks meet at the next step before any of them leaves: a rank that leaves ends the
-iteration, and would interrupt another rank that still writes its checkpoint.
+If ranks leave after a notice, all active ranks meet at the next step before any of them does: a rank that
+leaves ends the iteration, and would interrupt another rank that still writes its checkpoint.
 """
 
 import contextlib
@@ -65,6 +65,7 @@ class Notices:
         self.found: Notice | None = None
         self.rides, self.memory.looks = False, True
         self._shown: Notice | None = None
+        self._unmet: Notice | None = None  # ranks leave after it
         self._seen, self._count = dict[str, bool](), 0
         self.place, self._is_noted = (0, 0), False
         self._held: str | None = None  # what the ranks have agreed on, but not yet seen
@@ -90,10 +91,11 @@ class Notices:
 
     def see(self, notice: Notice) -> None:
         """Shows a notice that all active ranks see at this step."""
-        mine = self.memory.notice
-        if mine is None or notice.ends:
+        if self.memory.notice is None or notice.ends:
             self.memory.give(notice)  # so that it is there in the next iteration
         self._shown, self._seen[notice.id] = notice, notice.ends
+        if notice.ends or notice.leaving:
+            self._unmet, self.memory.looks = notice, True
         if self.memory.rank == 0:
             log.warning("notice: %s", notice)
 
@@ -109,12 +111,12 @@ class Notices:
         memory = self.memory
         memory.looks = False  # before the rest is read: an agent that writes it sets this afterwards
         self.found = memory.notice
+        if self._unmet is not None:
+            self._meet(self._unmet)
         if memory.leave_requested:
             memory.looks = True
             if self.found is None or self.found.id in self._seen:  # otherwise all ranks save first
                 raise RankDrained
-        if self._shown is not None and self._shown.ends:
-            self._leave(self._shown)
         while not self.rides and (self._is_noted or self.new(self._seen)):
             notice = self._agree(step)
             if notice is None:
@@ -158,20 +160,22 @@ class Notices:
         self._count, self._is_noted, self._held = self._count + 1, False, None
         return Notice.from_json(text, key)
 
-    def _leave(self, notice: Notice) -> None:
-        """Leaves once all active ranks are here, or their time is over."""
+    def _meet(self, notice: Notice) -> None:
+        """Waits until all active ranks have saved, or time is up; if the job ends, this rank leaves."""
+        self._unmet = None
         try:
             with self.waiting:
                 seconds, (rank, size) = (self.current or notice).seconds or 0.0, self.place
                 within = timedelta(seconds=max(seconds, _MEETS_WITHIN))
-                self.user_store().barrier([rank], "the end of the job", size, within)
+                self.user_store().barrier([rank], f"saving for notice {len(self._seen)}", size, within)
         except BarrierTimeout as error:
-            log.warning("leaves without waiting longer for other ranks: %s", error)
-        why = str(dataclasses.replace(notice, seconds=None))
-        with self.atomic():
-            # Before any rank leaves: a rank that is interrupted by that, and spares, leave, too.
-            write_text(self.store, keys.notice(self.memory.iteration, _MET), why)
-        self._end(why)
+            log.warning("does not wait longer for other ranks to save: %s", error)
+        if notice.ends:
+            why = str(dataclasses.replace(notice, seconds=None))
+            with self.atomic():
+                # Before any rank leaves: a rank that is interrupted by that, and spares, leave, too.
+                write_text(self.store, keys.notice(self.memory.iteration, _MET), why)
+            self._end(why)
 
     def _end(self, why: str) -> NoReturn:
         self.memory.leave_requested = True  # so that the agent does not count it as lost

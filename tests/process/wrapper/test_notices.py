@@ -274,7 +274,7 @@ def test_a_rank_that_does_not_come_is_left_behind(job: Job, tmp_path: Path) -> N
     job.expect("in")
     give(job, dataclasses.replace(ENDS, seconds=0.5))
     await_leaving(job)
-    assert "leaves without waiting longer for other ranks" in job[0].log
+    assert "does not wait longer for other ranks to save" in job[0].log
     assert "missing ranks [1] of 2" in job[0].log
     assert {iteration for said in of(job, "seen") for iteration, _, _ in said} == {0}
 

@@ -177,6 +177,25 @@ def test_the_ranks_meet_at_the_step_behind_it_before_they_leave(ranks: list[Proc
     assert [each.memory.leave_requested for each in ranks] == [True] * 3
 
 
+def test_all_ranks_meet_before_those_of_a_node_leave(ranks: list[Process]) -> None:
+    """The rank that leaves would interrupt another one that still saves; so the others have to come, too."""
+    first, second, leaves = ranks
+    for one in ranks:
+        one.memory.give(dataclasses.replace(ONE, leaving=("node-1",)))
+    leaves.memory.leave_requested = leaves.memory.looks = True
+    for step in range(3):
+        for one in ranks:
+            one.long_step(step)
+    assert [one.seen() for one in ranks] == ["a"] * 3 and not any(one.meetings for one in ranks)
+    with pytest.raises(RankDrained):
+        leaves.ping(3)
+    for step in (3, 4):
+        for one in (first, second):
+            one.long_step(step)
+    assert [len(one.meetings) for one in ranks] == [1] * 3
+    assert not first.memory.looks and not second.memory.looks
+
+
 def test_the_next_iteration_begins_anew(ranks: list[Process]) -> None:
     one = ranks[0]
     one.notices.place = 0, 1
