@@ -9,6 +9,7 @@ A stop ends those that run, and takes back what is asked for or due. It is follo
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable
 from typing import Protocol, TypeVar
 
@@ -263,6 +264,7 @@ class Ranks:
         self._clock = clock
         self._grace = grace
         self._drain_at: tuple[float, AskDrain] | None = None  # once SIGTERM has come
+        self._until = math.inf  # when the grace time of a SIGTERM is over
         self._noticed: dict[str, float] = {}  # when notices of a kind were last asked for
         self._given: set[tuple[str, bool]] = set()  # notices, and whether the job ends
         self._ranks: dict[int, _Asked | _Running | _Due] = {}  # by local rank
@@ -435,7 +437,7 @@ class Ranks:
             within, self._drain_timeout = self._drain_timeout, 0.0
             if not self._grace:
                 return [AskDrain(within, name, signum)]
-            self._noticed[name] = now
+            self._noticed[name], self._until = now, now + self._grace
             asked = AskDrain(within, name, signum, self._notice(name, self._grace))
             self._drain_at = now + min(TOGETHER, within / 2), asked
             return [AskNotice(Notice("", name))]
@@ -497,8 +499,9 @@ class Ranks:
         if notice.ends:
             self._drain_at = None
             self._note(preempted=str(notice))
-            within = max(0.0, (notice.seconds or 0.0) - self._shutdown_timeout)
-            self._begin_leaving(range(self._nproc), within)
+            seconds = max(0.0, min(notice.seconds or 0.0, self._until - self._clock()))
+            notice = dataclasses.replace(notice, seconds=seconds)  # the notice may be older than it says
+            self._begin_leaving(range(self._nproc), max(0.0, seconds - self._shutdown_timeout))
         return [Log(f"notice from {notice}"), Give(notice)]
 
     def place(self, *, is_ours: bool, out_of_reach: str = "") -> list[RankAction]:

@@ -103,7 +103,7 @@ def remove_nodes(
         spares=tuple(spare for spare in record.spares if not goes(spare)),
         drains=tuple(drain for drain in record.drains if drain.node not in names),
     )
-    return normalize(left), lost
+    return normalize(give_notice(left, left.notice)), lost
 
 
 def may_evict(record: RendezvousRecord, node: Node, silent: Iterable[Node]) -> bool:
@@ -141,14 +141,17 @@ def add_drain(record: RendezvousRecord, asked: Drain) -> RendezvousRecord:
 def give_notice(record: RendezvousRecord, notice: Notice | None) -> RendezvousRecord:
     """Replaces the notice. Nodes that leave at the same time share one, unless the job ends: it saves again.
 
-    One without an id is not for ranks yet: it only says that a node is about to leave.
+    One without an id is not for ranks yet: it only says that a node is about to leave. If all nodes that are
+    left are about to leave, the job ends: those that were to go on without them are lost.
     """
     last, taking_part = record.notice, {node.name for node in record.participants}
     leaving = [name for name in (last.leaving if last else ()) if name in taking_part]
     if notice is None or record.closed or (last and last.ends):
         return record
-    shared = last.id if last and last.id and leaving and notice.leaving and not notice.ends else notice.id
     together = tuple(dict.fromkeys((*leaving, *notice.leaving)))
+    if notice.id and not notice.ends and taking_part and taking_part.issubset(together):
+        notice = replace(notice, id=f"{notice.id} ends", ends=True)
+    shared = last.id if last and last.id and leaving and notice.leaving and not notice.ends else notice.id
     return replace(record, notice=replace(notice, id=shared, leaving=together))
 
 

@@ -130,14 +130,15 @@ class Notices:
         Raises:
             RankDrained: the rank was asked to leave, or all active ranks have met to leave.
         """
-        memory = self.memory
-        if memory.leave_requested:
-            raise RankDrained
-        if memory.notice is not None or not memory.active:  # a spare may not have its notice yet
+        memory, notice = self.memory, self.memory.notice
+        if notice is not None or not memory.active:  # a spare may not have its notice yet
             with self.waiting:
                 why = read(self.store, keys.notice(memory.iteration, _MET))
             if why is not None:
                 self._end(why)
+        # A rank that has not saved for its notice does so in the next iteration: all that go on may be lost.
+        if memory.leave_requested and (notice is None or notice.id in self._seen or not memory.active):
+            raise RankDrained
 
     def _agree(self, step: int) -> Notice | None:
         """Agrees on the next notice of the iteration; None before the step at which all ranks see it."""

@@ -489,6 +489,10 @@ class Node(Pod):
         """The step from which its first rank went on."""
         return next(int(record["begins"]) for record in self.records() if "begins" in record)
 
+    def noticed(self) -> list[int]:
+        """The steps at which its ranks have saved because of a notice."""
+        return [int(record["noticed"]) for record in self.records() if "noticed" in record]
+
     def go_on(self, steps: int = 15) -> int:
         """Waits for so many further steps; returns the last one."""
         wanted = self.step() + steps

@@ -179,9 +179,10 @@ def test_a_pod_gets_sigterm_and_another_one_overlaps_it(network: Network) -> Non
     assert old.repeated() == 0
 
 
-@pytest.mark.parametrize("lost", [0, 1])
-def test_all_pods_get_sigterm_and_come_back(network: Network, lost: int) -> None:
+@pytest.mark.parametrize(("kind", "lost"), [("live", 0), ("live", 1), ("plain", 0)])
+def test_all_pods_get_sigterm_and_come_back(network: Network, kind: str, lost: int) -> None:
     """All ranks save at the same step, and the pods that come instead begin there; one may be lost before."""
+    (network.checkpoints / kind).touch()
     nodes = started(network)
     for node in nodes[3 - lost :]:
         node.lose_power()
@@ -189,18 +190,47 @@ def test_all_pods_get_sigterm_and_come_back(network: Network, lost: int) -> None
             other.await_world(2)
     left = nodes[: 3 - lost]
     left[0].go_on()
+    come_back(network, nodes, left)
+
+
+@pytest.mark.parametrize("kind", ["live", "plain"])
+def test_all_other_pods_get_sigterm_when_one_loses_its_power(network: Network, kind: str) -> None:
+    """They seem to be able to leave the rest to it, until its silence is noticed: then the job ends."""
+    (network.checkpoints / kind).touch()
+    nodes = started(network)
+    nodes[2].lose_power()
+    come_back(network, nodes, nodes[:2])
+
+
+def come_back(network: Network, nodes: list[Node], left: list[Node]) -> None:
+    """The nodes that are left get SIGTERM; the job goes on where it was, in other pods."""
     for node in left:
         node.signal(signal.SIGTERM)
     assert [node.end() for node in left] == [INFRASTRUCTURE] * len(left), network.said()
     assert action(FILE, INFRASTRUCTURE) == "Count"
     for node in left:
         assert "exit code 75 (preempted): node" in node.said, network.said()
+        assert node.noticed() == [node.step()], network.said()
     done = {node.step() for node in left}
     nodes = [replaced(network, node) for node in nodes]
     for node in nodes:
         node.await_world(3)
     assert {node.first() for node in nodes} == done
     finish(network, *nodes)
+
+
+def test_a_checkpoint_is_asked_for_at_one_pod(network: Network) -> None:
+    """All save at one step, and nothing ends."""
+    nodes = started(network)
+    nodes[1].signal(signal.SIGUSR1)
+    for node in nodes:
+        node.await_that(lambda node=node: bool(node.noticed()), "save")  # type: ignore[misc]
+        node.go_on()
+    finish(network, *nodes)
+    steps = {tuple(node.noticed()) for node in nodes}
+    assert len(steps) == 1 and len(steps.pop()) == 1, network.said()
+    for node in nodes:
+        assert "; iteration" not in node.said, network.said()
 
 
 def test_a_rank_takes_more_memory_than_the_pod_has(network: Network) -> None:
