@@ -149,10 +149,12 @@ def give_notice(record: RendezvousRecord, notice: Notice | None) -> RendezvousRe
     if notice is None or record.closed or (last and last.ends):
         return record
     together = tuple(dict.fromkeys((*leaving, *notice.leaving)))
-    if notice.id and not notice.ends and taking_part and taking_part.issubset(together):
+    if last and last.id and leaving and notice.leaving and not notice.ends:
+        notice = replace(notice if notice.id else last, id=last.id)
+    names = {node.name for node in record.nodes}
+    if notice.id and not notice.ends and names and names.issubset(together):
         notice = replace(notice, id=f"{notice.id} ends", ends=True)
-    shared = last.id if last and last.id and leaving and notice.leaving and not notice.ends else notice.id
-    return replace(record, notice=replace(notice, id=shared, leaving=together))
+    return replace(record, notice=replace(notice, leaving=together))
 
 
 def quarantine(record: RendezvousRecord, node: Node, reason: str, now: float) -> RendezvousRecord:

@@ -663,6 +663,19 @@ def test_a_job_that_cannot_go_on_without_this_node_leaves_as_a_whole(leave: bool
     assert (result.exit_code, result.verdict) == (INFRASTRUCTURE, "preempted")
 
 
+def test_the_end_gives_no_more_time_than_the_signal_had() -> None:
+    """A node that was to go on is lost ten seconds later: then the notice of the drain is the end's."""
+    node = Node(drain=25.0, grace=30.0).run()
+    node.ranks.signalled(signal.SIGTERM)
+    node.tick(TOGETHER)
+    node.ranks.take_news(News(What.DRAIN, "SIGTERM", within=25.0))
+    node.tick(10.0)
+    ends = dataclasses.replace(NOTICE, ends=True)
+    left = dataclasses.replace(ends, seconds=30.0 - TOGETHER - 10.0)
+    assert node.ranks.take_news(News(What.NOTICE, notice=ends)) == [Give(left)]
+    assert node.ranks.due() == node.now + 30.0 - TOGETHER - 10.0 - GRACE
+
+
 def test_a_job_that_finishes_meanwhile_is_done() -> None:
     node = Node(drain=25.0, grace=30.0).run()
     node.ranks.take_news(News(What.NOTICE, notice=dataclasses.replace(NOTICE, ends=True)))

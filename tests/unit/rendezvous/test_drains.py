@@ -144,17 +144,31 @@ def test_a_record_with_a_notice_is_read_as_it_was_written() -> None:
 
 def test_nodes_that_get_sigterm_together_share_a_notice_and_none_is_drained() -> None:
     state = formed("a", "b", "c")
-    for number, name in enumerate("abc"):
-        state = give_notice(
-            state, Notice(f"node {name}", "SIGTERM", 30.0, str(number), leaving=(f"{name}:0",))
-        )
-    assert state.notice is not None and state.notice.id == "0", "ranks write one checkpoint"
-    assert state.notice.leaving == ("a:0", "b:0", "c:0")
-    for name in "abc":
-        assert refusal(state, drain(f"{name}:0"), range(6), 1)
+    for number, name in enumerate("ab"):
+        state = give_notice(state, sigterm(name, str(number)))
+    assert state.notice is not None and (state.notice.id, state.notice.ends) == ("0", False), "one checkpoint"
+    assert state.notice.leaving == ("a:0", "b:0")
+    assert refusal(state, drain("c:0"), range(6), 1)
     ends = give_notice(state, replace(sigterm("c", "3"), ends=True))
     assert ends.notice is not None and (ends.notice.id, ends.notice.ends) == ("3", True), "saved again"
     assert give_notice(ends, Notice("node a", "SIGUSR1", None, "4")) == ends, "the job ends"
+
+
+def test_the_job_ends_if_all_nodes_that_are_left_are_about_to_leave() -> None:
+    """Two of three drain, since the third one goes on; then that one is lost, or is about to leave, too."""
+    state = give_notice(replace(formed("a", "b", "c"), hosted=False), sigterm("a", "1"))
+    state = give_notice(state, sigterm("b", "2"))
+    lost = remove_nodes(state, [node("c", nproc=2)])[0]
+    later = give_notice(state, Notice("", "SIGTERM", leaving=("c:0",)))
+    for record in (lost, later):
+        assert record.notice is not None and record.notice.ends and record.notice.id != "1", "saved again"
+        assert record.notice.seconds == 30.0
+    two = remove_nodes(state, [node("a", nproc=2)])[0]
+    assert two.notice is not None and not two.notice.ends, "c goes on"
+    none = remove_nodes(two, [node("b", nproc=2), node("c", nproc=2)])[0]
+    assert none.notice == replace(two.notice, leaving=()), "nodes that come later go on"
+    spare = give_notice(formed("a", "b", high=1), sigterm("a", "1"))
+    assert spare.notice is not None and not spare.notice.ends, "a spare node takes its seat"
 
 
 def test_a_node_that_leaves_while_enough_stay_is_drained() -> None:

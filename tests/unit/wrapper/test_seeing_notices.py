@@ -196,6 +196,30 @@ def test_all_ranks_meet_before_those_of_a_node_leave(ranks: list[Process]) -> No
     assert not first.memory.looks and not second.memory.looks
 
 
+def test_a_rank_that_is_drained_saves_before_it_leaves_also_after_a_fault(ranks: list[Process]) -> None:
+    """All that were to go on without it may be lost: then the job ends, and ranks meet as they leave."""
+    for one in ranks:
+        one.memory.active = one.memory.leave_requested = True
+        with pytest.raises(RankDrained):
+            one.notices.leave_if_over()
+        one.memory.give(ONE)
+        one.notices.leave_if_over()
+    for step in range(3):
+        for one in ranks:
+            one.long_step(step)
+    assert [one.seen() for one in ranks] == ["a"] * 3
+    with pytest.raises(RankDrained, match="was drained"):
+        ranks[0].notices.leave_if_over()
+    for one in ranks:
+        one.memory.give(dataclasses.replace(ONE, id="a ends", ends=True))
+    for step in range(3, 6):
+        for one in ranks:
+            one.long_step(step)
+    with pytest.raises(RankDrained, match="the job ends"):
+        ranks[0].ping(6)
+    assert ranks[0].meetings
+
+
 def test_the_next_iteration_begins_anew(ranks: list[Process]) -> None:
     one = ranks[0]
     one.notices.place = 0, 1
