@@ -9,7 +9,6 @@ A stop ends those that run, and takes back what is asked for or due. It is follo
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable
 from typing import Protocol, TypeVar
 
@@ -264,7 +263,7 @@ class Ranks:
         self._clock = clock
         self._grace = grace
         self._drain_at: tuple[float, AskDrain] | None = None  # once SIGTERM has come
-        self._until = math.inf  # when the grace time of a SIGTERM is over
+        self._until = float("inf")  # when the grace time of a SIGTERM is over
         self._noticed: dict[str, float] = {}  # when notices of a kind were last asked for
         self._given: set[tuple[str, bool]] = set()  # notices, and whether the job ends
         self._ranks: dict[int, _Asked | _Running | _Due] = {}  # by local rank
@@ -499,8 +498,8 @@ class Ranks:
         if notice.ends:
             self._drain_at = None
             self._note(preempted=str(notice))
-            seconds = max(0.0, min(notice.seconds or 0.0, self._until - self._clock()))
-            notice = dataclasses.replace(notice, seconds=seconds)  # the notice may be older than it says
+            seconds = min(notice.seconds or 0.0, self._until - self._clock())  # it may be older than it says
+            notice = dataclasses.replace(notice, seconds=max(0.0, seconds))
             self._begin_leaving(range(self._nproc), max(0.0, seconds - self._shutdown_timeout))
         return [Log(f"notice from {notice}"), Give(notice)]
 

@@ -151,10 +151,8 @@ def give_notice(record: RendezvousRecord, notice: Notice | None) -> RendezvousRe
     together = tuple(dict.fromkeys((*leaving, *notice.leaving)))
     if last and last.id and leaving and notice.leaving and not notice.ends:
         notice = replace(notice if notice.id else last, id=last.id)
-    names = {node.name for node in record.nodes}
-    if notice.id and not notice.ends and names and names.issubset(together):
-        notice = replace(notice, id=f"{notice.id} ends", ends=True)
-    return replace(record, notice=replace(notice, leaving=together))
+    ends = notice.ends or bool(notice.id and record.nodes and all(n.name in together for n in record.nodes))
+    return replace(record, notice=replace(notice, id=notice.id + " ends" * ends, ends=ends, leaving=together))
 
 
 def quarantine(record: RendezvousRecord, node: Node, reason: str, now: float) -> RendezvousRecord:
