@@ -497,9 +497,9 @@ class Ranks:
         self._given.add((notice.id, notice.ends))
         if notice.ends:
             self._drain_at = None
-            self._note(preempted=str(notice))
             seconds = min(notice.seconds or 0.0, self._until - self._clock())  # it may be older than it says
             notice = dataclasses.replace(notice, seconds=max(0.0, seconds))
+            self._note(preempted=str(notice))
             self._begin_leaving(range(self._nproc), max(0.0, seconds - self._shutdown_timeout))
         return [Log(f"notice from {notice}"), Give(notice)]
 

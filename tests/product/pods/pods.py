@@ -493,6 +493,10 @@ class Node(Pod):
         """The steps at which its ranks have saved because of a notice."""
         return [int(record["noticed"]) for record in self.records() if "noticed" in record]
 
+    def await_noticed(self) -> None:
+        """Waits until a rank has saved because of a notice."""
+        self.await_that(lambda: bool(self.noticed()), "save because of a notice")
+
     def go_on(self, steps: int = 15) -> int:
         """Waits for so many further steps; returns the last one."""
         wanted = self.step() + steps

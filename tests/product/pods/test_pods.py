@@ -224,7 +224,7 @@ def test_a_checkpoint_is_asked_for_at_one_pod(network: Network) -> None:
     nodes = started(network)
     nodes[1].signal(signal.SIGUSR1)
     for node in nodes:
-        node.await_that(lambda node=node: bool(node.noticed()), "save")  # type: ignore[misc]
+        node.await_noticed()
         node.go_on()
     finish(network, *nodes)
     steps = {tuple(node.noticed()) for node in nodes}
