@@ -288,7 +288,7 @@ class Lines:
 # thread on the way at each rank. Here a vote takes log2(ranks) messages in sequence, all in the caller's
 # thread, and ends at once when the rank is interrupted.
 
-Values = tuple[int, int, int, int]
+Values = tuple[int, ...]
 
 _VALUES = struct.Struct("!qqqq")
 _SIZE = struct.Struct("!Q")
@@ -332,8 +332,7 @@ class Ballot(Lines):
         """
         for to, since in self._rounds:
             self._say(to, _VALUES.pack(*values))
-            one, two, three, four = map(min, values, _VALUES.unpack(self._hear(since, _VALUES.size)))
-            values = one, two, three, four
+            values = tuple(map(min, values, _VALUES.unpack(self._hear(since, _VALUES.size))))
         return values
 
     def tell(self, said: bytes) -> bytes:

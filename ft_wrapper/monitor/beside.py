@@ -82,19 +82,15 @@ def start_monitor(
             check_own_file(setting, path)
     task = _Task(limits, plan, hosts, logfile, pidfile, os.getpid(), heart_name())
     ours, theirs = socket.socketpair()
-    with theirs:
-        try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(ours.close)
+        with theirs:
             is_in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
             pid = _spawn(task, ours, theirs, memory) if is_in_use else _fork(task, theirs, memory)
-        except BaseException:
-            ours.close()
-            raise
-    line = MonitorLine(ours, pid, on_lost, task.heart, is_child=True, replaced=limits.replaced)
-    try:
+        line = MonitorLine(ours, pid, on_lost, task.heart, is_child=True, replaced=limits.replaced)
+        undo.callback(line.kill)
         line.await_start()
-    except BaseException:
-        line.kill()
-        raise
+        undo.pop_all()
     return line
 
 
@@ -204,9 +200,7 @@ def _close_inherited(keep: set[int]) -> None:
 def _redirect(logfile: str | None, pidfile: str | None) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
-    out = null
-    if logfile is not None:
-        out = owners_only(logfile, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    out = owners_only(logfile, os.O_WRONLY | os.O_CREAT | os.O_APPEND) if logfile is not None else null
     os.dup2(out, 1)
     os.dup2(out, 2)
     if pidfile is not None:

@@ -169,9 +169,8 @@ class Heart:
             whose = ", ".join(rank.member.name for rank in ranks)
             due = time.monotonic() + self.settings.heartbeat_interval
             try:
-                if store is None:
+                if store is None or beat is None:
                     store = self.connect()
-                if beat is None:
                     beat = HeartBeat(Agreement(store), self.name, self.settings)
                 # A client with more patience takes longer for each attempt to connect. After an outage,
                 # hearts that are back early must see this one in time, even if its last attempt began just

@@ -6,8 +6,7 @@ exchange with the other ranks, it would make this rank leave the job.
 
 So while the function is not running, each Python handler is wrapped: it runs as before, but an ``Exception``
 that it raises is put aside. Any other ``BaseException``, such as ``KeyboardInterrupt``, passes. Before the
-function is entered, the handlers are unwrapped. Only the main thread runs handlers, so in a call made by
-another thread nothing is wrapped.
+function is entered, the handlers are unwrapped. In a call made by another thread nothing is wrapped.
 
 An interrupted function may leave handlers behind. A handler that calls its predecessor (a framework's, for
 SIGTERM) would nest one level deeper at each restart. So each restart, and the call's end, restores the
@@ -51,14 +50,16 @@ class KeptHandlers:
     """Wraps and unwraps the handlers; all methods belong to the thread that runs the function."""
 
     def __init__(self) -> None:
+        # Only the main thread runs handlers, and may replace them.
+        is_main = threading.current_thread() is threading.main_thread()
+        self._signals = _SIGNALS if is_main else ()
         self._kept: list[Exception] = []
         self._before: dict[int, Any] = {}
         self._are_told = False
 
     def note(self) -> None:
         """Notes the handlers before the function's first entry, for `put_back`."""
-        if threading.current_thread() is threading.main_thread():
-            self._before = {signum: _getsignal(signum) for signum in _SIGNALS if signum != signal.SIGCHLD}
+        self._before = {signum: _getsignal(signum) for signum in self._signals if signum != signal.SIGCHLD}
 
     def put_back(self) -> None:
         """Restores the noted handlers, wrapped, where the function has left different ones."""
@@ -78,18 +79,14 @@ class KeptHandlers:
 
     def hold(self) -> None:
         """Wraps all Python handlers. A second call is harmless, and completes a call that was cut short."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-        for signum in _SIGNALS:
+        for signum in self._signals:
             handler = _getsignal(signum)
             if callable(handler) and not isinstance(handler, _KeptHandler):
                 _setsignal(signum, _KeptHandler(handler, self._kept))
 
     def release(self) -> None:
         """Unwraps the handlers, except those that other code has replaced meanwhile."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-        for signum in _SIGNALS:
+        for signum in self._signals:
             handler = _getsignal(signum)
             if isinstance(handler, _KeptHandler):
                 _setsignal(signum, handler.handler)

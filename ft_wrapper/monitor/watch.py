@@ -263,7 +263,11 @@ class RankWatch:
             case messages.Restarted(cause, phases, seconds):
                 self.on_restart(cause, dict(zip(phases, seconds, strict=True)))
             case messages.Serve(host):
-                self._serve(host)
+                try:
+                    reply = Reply(port=self._iteration_stores.next_port(host))
+                except OSError as error:
+                    reply = Reply(error=f"cannot open the iteration's store on {host}: {error}")
+                self._answer(reply)
             case messages.LeaveCall():  # after the reply, the memory is no longer read, nor a store served
                 if self._monitor is not None:
                     self._monitor.leave_call()
@@ -274,13 +278,6 @@ class RankWatch:
                 self._answer(Reply())
             case messages.Leave():
                 self.stage = Stage.LEFT
-
-    def _serve(self, host: str) -> None:
-        try:
-            reply = Reply(port=self._iteration_stores.next_port(host))
-        except OSError as error:
-            reply = Reply(error=f"cannot open the iteration's store on {host}: {error}")
-        self._answer(reply)
 
 
 class Pauses:
@@ -517,10 +514,9 @@ class RankMonitor:
         self._emit("fault", view, rank=fault.rank, **more, **step)
 
     def _emit(self, event: str, view: View, **fields: Any) -> None:
-        member = {"slot": self.member.slot, "incarnation": self.member.incarnation}
         job = {} if self.job is None else {"job": self.job}
         where = {"iteration": view.n, "call": view.call, "nonce": view.nonce}
-        events.emit(event, **job, **where, **member, **fields)
+        events.emit(event, **job, **where, **vars(self.member), **fields)
 
     def _emit_step(self, now: float) -> None:
         """Emits the current step, once a second, so that the rank's process need not."""

@@ -327,9 +327,8 @@ class Membership:
             event: its name.
             fields: its fields, besides the member and the iteration.
         """
-        member = {"slot": self.slot, "incarnation": self.member.incarnation}
         view = {"iteration": self.view.n, "call": self.view.call, "nonce": self.view.nonce}
-        self.agreement.store.emit(event, **view, **member, **fields)
+        self.agreement.store.emit(event, **view, **vars(self.member), **fields)
 
     def _withdraw(self, error: BaseException) -> None:
         """Reports that this process gives up before it has joined, so that no member waits for it."""

@@ -1,5 +1,6 @@
 """Watches the next members in the ring, so that the loss of a host or network is noticed."""
 
+import bisect
 import enum
 from collections.abc import Collection, Iterator
 
@@ -44,8 +45,7 @@ class NeighbourWatch:
         self._timeout = timeout
         self._observer = HeartbeatObserver(agreement.heartbeats, timeout)
         self._head: Head | None = None  # as last read
-        self._roster: tuple[Head, frozenset[Member]] | None = None
-        self._ring: tuple[Head, frozenset[Member], tuple[int, ...]] | None = None
+        self._current: View | None = None  # the same, with its members
         self._spares: tuple[Head, set[Member]] | None = None  # silent members that are known to be spares
         self._suspicion: tuple[View, Member, frozenset[Member]] | None = None
         self._ended: Head | None = None  # the iteration that this watch has ended for a member's silence
@@ -114,18 +114,11 @@ class NeighbourWatch:
         self._head = self._agreement.iterations.read_head()
         self.left_out = frozenset()
         if self._head is not None and self._has_passed(view):
-            self.left_out = own - self._listed(self._head)
+            if self._current is None or self._current.head != self._head:
+                self._current = self._agreement.iterations.read_current()
+            self.left_out = own.difference(() if self._current is None else self._current.members)
         if self.left_out:
             self._agreement.ends.end_iteration(view.n, FAULT)
-
-    def _listed(self, head: Head) -> frozenset[Member]:
-        """The members of a head's iteration, read once for each head."""
-        if self._roster is None or self._roster[0] != head:
-            current = self._agreement.iterations.read_current()
-            if current is None:
-                return frozenset()
-            self._roster = current.head, frozenset(current.members)
-        return self._roster[1]
 
     def _look_at_hearts(self, view: View, own: frozenset[Member]) -> frozenset[Member]:
         silent = self._silent(view, own)
@@ -148,7 +141,8 @@ class NeighbourWatch:
         read: dict[str, float] = {}  # seconds that each heartbeat read in this look has been unchanged
         watched: list[Member] = []
         silent: list[Member] = []
-        for start in self._starts(view, own):
+        starts = _starts(view, own)
+        for start in starts:
             still = new = 0
             for peer in _behind(view, start):
                 is_new = not self._observer.knows(peer)
@@ -166,16 +160,8 @@ class NeighbourWatch:
                 if stillness >= self._timeout:
                     silent.append(peer)
         self._observer.forget_all_but(watched)
-        self.doubts = len(watched) > len(self._starts(view, own))
+        self.doubts = len(watched) > len(starts)
         return frozenset(silent)
-
-    def _starts(self, view: View, own: frozenset[Member]) -> tuple[int, ...]:
-        """The places in the ring of watchers that no watcher follows; one if the watchers are in a row."""
-        if self._ring is None or self._ring[:2] != (view.head, own):
-            pairs = enumerate(zip(view.members, (*view.members[1:], view.members[0]), strict=True))
-            starts = (place for place, (member, after) in pairs if member in own and after not in own)
-            self._ring = view.head, own, tuple(starts)
-        return self._ring[2]
 
     def _act(self, view: View, watcher: Member, silent: frozenset[Member]) -> None:
         outcome = self._agreement.ends.outcome_of(view.n)
@@ -209,6 +195,13 @@ class NeighbourWatch:
     def _fault_of(self, peer: Member, watcher: Member) -> Fault:
         message = f"sent no heartbeat for {self._timeout:g} s, says slot {watcher.slot}"
         return Fault(peer, None, Interruption.UNRESPONSIVE, message)
+
+
+def _starts(view: View, own: frozenset[Member]) -> list[int]:
+    """The places in the ring of watchers that no watcher follows; one if the watchers are in a row."""
+    ring, size = view.members, len(view.members)
+    places = sorted({bisect.bisect_left(ring, one) % size for one in own})  # some may not be in the ring
+    return [place for place in places if ring[place] in own and ring[(place + 1) % size] not in own]
 
 
 def _behind(view: View, start: int) -> Iterator[Member]:

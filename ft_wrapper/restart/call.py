@@ -258,9 +258,8 @@ class Call(RestartedProcess):
             return self._warm_up()
         warm_up.await_imports()
         self.own.member.emit("enter", rank=self.state.active_rank)
-        if self.settings.abort is None:  # the user handles the groups
-            return self._function()
-        with release.taking_over_destroy():
+        users_groups = self.settings.abort is None  # the user handles them
+        with contextlib.nullcontext() if users_groups else release.taking_over_destroy():
             return self._function()
 
     def _warm_up(self) -> None:

@@ -253,7 +253,7 @@ class Resources:
 
     def _registered(self, member: Member) -> None:
         self.is_registered = True
-        events.emit("register", slot=member.slot, incarnation=member.incarnation, started=events.started())
+        events.emit("register", **vars(member), started=events.started())
         self.monitor.join(member)
 
     def _join(self, remembered: Remembered, base: State, since_last_call: contextlib.ExitStack) -> bool:
