@@ -136,7 +136,7 @@ class TorchPerformer(Performer):
         self._register = ""  # as rank 0 has read it
         self._buddies: Buddies | None = None
         services.notices.rides, self.has_notice = True, False
-        self.saving, self._seen = set[str](), dict[str, bool]()
+        self.saving, self._seen = set[str](), list[Notice]()
 
     def atomic(self) -> contextlib.AbstractContextManager[Any]:
         """See `Performer`."""
@@ -183,7 +183,7 @@ class TorchPerformer(Performer):
         texts, all_saved = zip(*self._gather((mine and mine.to_json(), saved)), strict=True)
         notice = Notice.from_json(next(filter(None, texts)), "notice")
         saved.update(*all_saved)
-        self._seen[notice.id] = notice.ends
+        self._seen.append(notice)
         self._services.notices.see(notice)
         return None if notice.id in saved else notice
 

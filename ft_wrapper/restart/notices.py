@@ -17,7 +17,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -64,36 +64,35 @@ class Notices:
         """Begins an iteration: in it, all notices are new."""
         self.found: Notice | None = None
         self.rides, self.memory.looks = False, True
-        self._shown: Notice | None = None
-        self._unmet: Notice | None = None  # ranks leave after it
-        self._seen, self._count = dict[str, bool](), 0
         self.place, self._is_noted = (0, 0), False
+        self._seen: list[Notice] = []  # the last one is shown
+        self._unmet: Notice | None = None  # ranks leave after it
         self._held: str | None = None  # what the ranks have agreed on, but not yet seen
 
     @property
     def current(self) -> Notice | None:
         """The notice that was seen last in this iteration, with the seconds that are left now."""
-        mine, shown = self.memory.notice, self._shown
-        if shown is None:
+        mine = self.memory.notice
+        if not self._seen:
             return None if self.rides or self.memory.step is not None else mine
-        if mine is None or mine.id != shown.id:
-            return shown
-        return dataclasses.replace(shown, seconds=mine.seconds)
+        shown = self._seen[-1]
+        return dataclasses.replace(shown, seconds=mine.seconds) if mine and mine.id == shown.id else shown
 
-    def new(self, seen: Mapping[str, bool]) -> Notice | None:
+    def new(self, seen: Iterable[Notice]) -> Notice | None:
         """The notice that was found, unless it was seen.
 
         Args:
-            seen: of each notice, by id, whether the job ended.
+            seen: the notices that were seen; one is new again if the job ends now.
         """
         found = self.found
-        return found if found and (found.id not in seen or found.ends > seen[found.id]) else None
+        is_known = found is None or any(one.id == found.id and one.ends >= found.ends for one in seen)
+        return None if is_known else found
 
     def see(self, notice: Notice) -> None:
         """Shows a notice that all active ranks see at this step."""
         if self.memory.notice is None or notice.ends:
             self.memory.give(notice)  # so that it is there in the next iteration
-        self._shown, self._seen[notice.id] = notice, notice.ends
+        self._seen.append(notice)
         if notice.ends or notice.leaving:
             self._unmet, self.memory.looks = notice, True
         if self.memory.rank == 0:
@@ -115,7 +114,7 @@ class Notices:
             self._meet(self._unmet)
         if memory.leave_requested:
             memory.looks = True
-            if self.found is None or self.found.id in self._seen:  # otherwise all ranks save first
+            if self._is_seen(self.found):  # otherwise all ranks save first
                 raise RankDrained
         while not self.rides and (self._is_noted or self.new(self._seen)):
             notice = self._agree(step)
@@ -137,13 +136,16 @@ class Notices:
             if why is not None:
                 self._end(why)
         # A rank that has not saved for its notice does so in the next iteration: all that go on may be lost.
-        if memory.leave_requested and (notice is None or notice.id in self._seen or not memory.active):
+        if memory.leave_requested and (self._is_seen(notice) or not memory.active):
             raise RankDrained
+
+    def _is_seen(self, notice: Notice | None) -> bool:
+        return notice is None or notice.id in [one.id for one in self._seen]
 
     def _agree(self, step: int) -> Notice | None:
         """Agrees on the next notice of the iteration; None before the step at which all ranks see it."""
         store, memory, found = self.store, self.memory, self.found
-        which = memory.iteration, self._count
+        which = memory.iteration, len(self._seen)
         key, log_key = keys.notice(*which), keys.noticed(*which)
         with self.atomic():
             if not self._is_noted and found is not None:
@@ -158,7 +160,7 @@ class Notices:
         number, _, text = (self._held or "inf").partition(" ")
         if step < float(number):
             return None
-        self._count, self._is_noted, self._held = self._count + 1, False, None
+        self._is_noted, self._held = False, None
         return Notice.from_json(text, key)
 
     def _meet(self, notice: Notice) -> None:
@@ -215,9 +217,7 @@ def hear_signals(memory: RankMemory, owned: contextlib.ExitStack) -> None:
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
 
-    for signum, handler, replaced in (
-        (signal.SIGUSR1, hear, (signal.SIG_DFL, signal.SIG_IGN)),
-        (signal.SIGTERM, ignore, (signal.SIG_DFL,) if has_agent and grace else ()),
-    ):
-        if signal.getsignal(signum) in replaced:
-            owned.callback(signal.signal, signum, signal.signal(signum, handler))
+    if signal.getsignal(signal.SIGUSR1) in (signal.SIG_DFL, signal.SIG_IGN):
+        owned.callback(signal.signal, signal.SIGUSR1, signal.signal(signal.SIGUSR1, hear))
+    if has_agent and grace and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        owned.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, ignore))

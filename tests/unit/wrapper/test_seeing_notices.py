@@ -149,10 +149,11 @@ def test_with_a_live_state_it_waits_for_that(ranks: list[Process], store: FakeSt
     for step in range(9):
         one.long_step(step)
     assert one.seen() is None and not one.memory.looks and store.num_keys() == 0
-    assert one.notices.new({}) is not None and one.notices.new({"a": False}) is None
-    one.memory.give(dataclasses.replace(ONE, ends=True))
+    ends = dataclasses.replace(ONE, ends=True)
+    assert one.notices.new([]) is not None and one.notices.new([ONE]) is None
+    one.memory.give(ends)
     one.long_step(9)
-    assert one.notices.new({"a": False}) is not None and one.notices.new({"a": True}) is None
+    assert one.notices.new([ONE]) is not None and one.notices.new([ONE, ends]) is None
 
 
 def test_the_ranks_meet_at_the_step_behind_it_before_they_leave(ranks: list[Process]) -> None:
