@@ -1,5 +1,8 @@
 """Every error that a user can see."""
 
+import contextlib
+from collections.abc import Iterator
+
 from ._text import IN_LINE, IN_STORE, cut, without_secrets
 
 
@@ -94,6 +97,15 @@ class StoreError(RestartError):
 
 class StoreUnavailable(StoreError):
     """The store is not answering, but may recover: it runs on several machines."""
+
+
+@contextlib.contextmanager
+def for_good(who: str) -> Iterator[None]:
+    """Ends the call for a wrong argument of ``who``, which would recur in each iteration."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise JobAbort(f"{who}: {error}") from error
 
 
 def in_one_line(error: BaseException) -> str:

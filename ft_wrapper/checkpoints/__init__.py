@@ -1,6 +1,5 @@
 """Checkpoints that a restart, a kill or a late rank cannot spoil: see ``docs/checkpoints.md``."""
 
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -8,13 +7,13 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import _names
-from ..exception import JobAbort
+from ..exception import JobAbort, for_good
 from ..protocol import keys
 from ..protocol.operations import Notify, Write, read, set_if_absent
 from ..protocol.records import present
@@ -310,15 +309,6 @@ class Checkpoints:
 
     def _check_iteration(self, what: str) -> None:
         self._call_wrapper.services.check_iteration(self._iteration, f"{what} of a Checkpoints")
-
-
-@contextlib.contextmanager
-def for_good(who: str) -> Iterator[None]:
-    """Ends the call for a wrong argument of ``who``, which would recur in each iteration."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        raise JobAbort(f"{who}: {error}") from error
 
 
 def _check_arguments(call_wrapper: object, root: object) -> Path:

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from .. import _names
-from ..checkpoints import Checkpoints, for_good
-from ..exception import JobAbort
+from ..checkpoints import Checkpoints
+from ..exception import JobAbort, for_good
 from ..live.data import seed_all
 from ..settings import as_int
 from ..wrapper import CallWrapper

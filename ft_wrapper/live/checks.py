@@ -1,32 +1,21 @@
 """Finds what users forget in ``build`` or before a commit, before it costs a step."""
 
-import contextlib
 import hashlib
 import itertools
 import types
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..exception import JobAbort
 from .plan import Route
 from .state import Form, Objects, optimizers
 from .tree import named
 
 Outline = tuple[tuple[str, str], ...]
 """What must be the same on all ranks: what it is about, and what it is."""
-
-
-@contextlib.contextmanager
-def ending_the_call() -> Iterator[None]:
-    """Ends the call where an error would come again in each iteration."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        raise JobAbort(f"LiveState: {error}") from error
 
 
 def check_built(objects: object, form: Form, *, has_update: bool) -> None:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .._names import take_argument
 from .._text import duration, plural
-from ..exception import JobAbort
+from ..exception import JobAbort, for_good
 from ..settings import as_int, as_limit, check_callable
 from ..wrapper import CallWrapper
 from . import checks
@@ -88,7 +88,7 @@ class LiveState:
         every: int | None = None,
     ) -> None:
         began = time.monotonic()
-        with checks.ending_the_call():
+        with for_good("LiveState"):
             _check(call_wrapper, build, restore, update, on_notice, name)
             self._seed = as_limit("seed", seed, at_least=0)
             self._seed_by = functools.partial(seed_all, self._seed)

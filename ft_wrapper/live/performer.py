@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..exception import JobAbort
+from ..exception import JobAbort, for_good
 from ..protocol import keys
 from ..protocol.notice import Notice
 from ..protocol.operations import CompareAndSet, SetIfAbsent, read
@@ -220,7 +220,7 @@ class TorchPerformer(Performer):
         kept.objects = None
         self._users.seed("build")
         objects = self._form.build()
-        with checks.ending_the_call():
+        with for_good("LiveState"):
             checks.check_built(objects, self._form, has_update=self._users.update is not default_update)
         kept.buffers = Buffers()
         kept.modes = {name: part.training for name, part in parts(objects)}

@@ -135,8 +135,9 @@ def locations(frame: FrameType | None) -> Iterator[SourceLocation]:
 # ---- the same, asked from outside the process
 
 
-class StackDump:
-    """Lets the monitor ask for the main thread's stack. Made by the main thread.
+@contextlib.contextmanager
+def dumping_stacks(memory: RankMemory) -> Iterator[None]:
+    """Within it, the monitor can ask for the main thread's stack. Entered by the main thread.
 
     Args:
         memory: the rank's shared memory, where the monitor finds the signal and the pipe.
@@ -145,22 +146,19 @@ class StackDump:
         RuntimeError: no real-time signal is free.
         OSError: no file descriptor is free.
     """
-
-    def __init__(self, memory: RankMemory) -> None:
-        self._memory = memory
-        self._signum = free_signal()
-        self._read, self._write = os.pipe()
-        os.set_blocking(self._write, False)  # in a forked child the pipe has no reader
-        faulthandler.register(self._signum, file=self._write, all_threads=False, chain=False)
-        memory.dump_fd = self._read
-        memory.dump_signal = self._signum  # last: the monitor asks once it is set
-
-    def close(self) -> None:
-        """Releases the signal and the pipe."""
-        self._memory.dump_signal = 0
-        faulthandler.unregister(self._signum)
-        os.close(self._read)
-        os.close(self._write)
+    signum = free_signal()
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)  # in a forked child the pipe has no reader
+    faulthandler.register(signum, file=writer, all_threads=False, chain=False)
+    memory.dump_fd = reader
+    memory.dump_signal = signum  # last: the monitor asks once it is set
+    try:
+        yield
+    finally:
+        memory.dump_signal = 0
+        faulthandler.unregister(signum)
+        os.close(reader)
+        os.close(writer)
 
 
 def describe_main_thread(memory: RankMemory, pid: int, pidfd: int) -> str | None:

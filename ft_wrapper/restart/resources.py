@@ -217,7 +217,7 @@ class Resources:
         self.signals.note()  # including the interrupter's
         owned.callback(self.signals.put_back)
         if is_main_thread:
-            owned.callback(frames.StackDump(self.memory).close)
+            owned.enter_context(frames.dumping_stacks(self.memory))
         interval = self.settings.progress_watchdog_interval
         owned.callback(threads.ProgressWatchdog(self.memory, interval, is_main_thread).stop)
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from ft_wrapper.monitor.frames import StackDump, describe_main_thread, is_stopped
+from ft_wrapper.monitor.frames import describe_main_thread, dumping_stacks, is_stopped
 from ft_wrapper.monitor.shared_memory import RankMemory
 
 sleep_with_gil = ctypes.PyDLL(None).sleep
@@ -28,10 +28,9 @@ def rank(does: Callable[[], object], *, answers: bool = True) -> Iterator[tuple[
         if pid == 0:
             try:
                 threading.Thread(target=threading.Event().wait, daemon=True).start()  # another one, elsewhere
-                if answers:
-                    StackDump(memory)
-                os.write(told, b"!")
-                does()
+                with dumping_stacks(memory) if answers else contextlib.nullcontext():
+                    os.write(told, b"!")
+                    does()
             finally:
                 os._exit(0)
         pidfd = os.pidfd_open(pid)
@@ -109,12 +108,11 @@ def test_one_that_was_stopped_says_nothing_and_is_known_as_that() -> None:
         assert describe_main_thread(*asked) is None
 
 
-def test_closing_gives_signal_and_descriptors_back() -> None:
+def test_the_end_gives_signal_and_descriptors_back() -> None:
     with contextlib.closing(RankMemory()) as memory:
         before = set(os.listdir("/proc/self/fd"))
-        dump = StackDump(memory)
-        assert memory.dump_signal
-        dump.close()
+        with dumping_stacks(memory):
+            assert memory.dump_signal
         assert not memory.dump_signal
         assert set(os.listdir("/proc/self/fd")) == before
 
