@@ -38,7 +38,7 @@ from .outputs import ERROR_FILE_ENV, Logs, count_kernel_kills, describe_exit, op
 from .policy import JobFacts, JobOutcome, RestartPolicy
 from .process import INCARNATION_ENV, Job, Program, RankProcess, Request, adopted, start, with_local_rank
 from .rounds import BAD_NODE, DONE, INFRASTRUCTURE, End, Failure, JobResult, News, Round, What, worst
-from .signals import SHUTDOWN_TIMEOUT, SIGNALS, Signalled, SignalQueue, queued, signal_name
+from .signals import NOTICES, SHUTDOWN_TIMEOUT, SIGNALS, Signalled, SignalQueue, queued, signal_name
 from .standby import Standby
 from .torch_api.timers import watchdog
 
@@ -112,8 +112,7 @@ def run_agent(
             nodes = meet()
             cleanup.callback(nodes.close)
             cleanup.enter_context(answer(group, nodes, job.run_id))
-            loop = cleanup.enter_context(Loop(launch, nodes, group, queue))
-            end = run_rounds(nodes, loop, queue)
+            end = run_rounds(nodes, Loop(launch, nodes, group, queue, cleanup), queue)
             group.finished(end)
             return end
     except BaseException:
@@ -237,18 +236,19 @@ def _wait(end: End, nodes: Nodes, signals: SignalQueue) -> End:
 class Loop:
     """The rank processes, from their start to the last one's end; for use in the main thread.
 
-    A context manager: leaving it ends what still runs, and closes what was opened.
-
     Args:
         launch: what they run, and how.
         nodes: the other nodes: they send news, and are notified if this node leaves.
         group: keeps the state, for people.
         signals: those to forward; and SIGCHLD, after which there may be orphans to reap.
+        cleanup: ends what still runs, and closes what was opened.
     """
 
     _in_store: JobInStore  # of the round
 
-    def __init__(self, launch: Launch, nodes: Nodes, group: Group, signals: SignalQueue) -> None:
+    def __init__(
+        self, launch: Launch, nodes: Nodes, group: Group, signals: SignalQueue, cleanup: ExitStack
+    ) -> None:
         self._program = launch.program
         self._nodes = nodes
         self._group = group
@@ -258,27 +258,21 @@ class Loop:
         self._running: dict[int, RankProcess] = {}  # by local rank
         self._standby: Standby | None = None
         self._got_by_all: int | None = None  # a signal that its sender has sent to the ranks, too
-        with ExitStack() as made:
-            self._job = job = _served_job(launch, made)
-            made.callback(events.emit, "agent_ended", job=job.run_id)
-            self._reap = made.enter_context(adopted())
-            self._selector = made.enter_context(selectors.DefaultSelector())
-            self._logs = made.enter_context(Logs(launch.logs_specs, job.role, launch.log_line_prefix))
-            service = MonitorService(job.run_id, group.rank_metrics.restarted, nodes.agent)
-            self._monitors = made.enter_context(closing(service))
-            group.rank_metrics.ranks = service.ranks
-            if launch.forks and launch.program.script is not None:
-                self._start_standby()
-            events.emit("agent_started", job=job.run_id, started=events.started())
-            self._of_round = made.enter_context(ExitStack())
-            self._cleanup = made.pop_all()
-
-    def __enter__(self) -> "Loop":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with self._cleanup:
-            self._carry_out(self._ranks.abandoned())
+        self._job = job = _served_job(launch, cleanup)
+        cleanup.callback(events.emit, "agent_ended", job=job.run_id)
+        self._reap = cleanup.enter_context(adopted())
+        self._selector = cleanup.enter_context(selectors.DefaultSelector())
+        for waited_for in (signals.fd, nodes.inbox):
+            self._selector.register(waited_for, selectors.EVENT_READ)
+        self._logs = cleanup.enter_context(Logs(launch.logs_specs, job.role, launch.log_line_prefix))
+        service = MonitorService(job.run_id, group.rank_metrics.restarted, nodes.agent)
+        self._monitors = cleanup.enter_context(closing(service))
+        group.rank_metrics.ranks = service.ranks
+        if launch.forks and launch.program.script is not None:
+            self._start_standby()
+        events.emit("agent_started", job=job.run_id, started=events.started())
+        self._of_round = cleanup.enter_context(ExitStack())
+        cleanup.callback(lambda: self._carry_out(self._ranks.abandoned()))
 
     def start(self, where: Round) -> None:
         """Starts all ranks in a new round, which has its own store.
@@ -318,31 +312,25 @@ class Loop:
         too. Ranks that still run after the shutdown timeout are killed.
         """
         signals = self._signals
-        for waited_for in (signals.fd, self._nodes.inbox):
-            self._selector.register(waited_for, selectors.EVENT_READ)
-        try:
+        self._do_what_is_due()
+        has_orphans = False
+        while not self._ranks.is_over:
+            ready, arrived = self._select(), signals.read()
+            for signum in arrived:  # before the ends, which it may have caused
+                if signum in signals.ending:
+                    self._carry_out(self._ranks.signalled(signum, signal_name(signum)))
+                elif signum in NOTICES:
+                    self._notify(signum)
+                    self._carry_out(self._ranks.noticed("SIGUSR1") if signum == signal.SIGUSR1 else [])
+            for key in ready:
+                if isinstance(key.data, RankProcess):
+                    self._take_end(key.data)
+                elif key.data is self._standby and self._standby is not None:
+                    self._take_answers(self._standby)
+            has_orphans = (has_orphans or signal.SIGCHLD in arrived) and not self._reap_orphans()
+            for news in self._nodes.inbox.take():
+                self._carry_out(self._ranks.take_news(news))
             self._do_what_is_due()
-            has_orphans = False
-            while not self._ranks.is_over:
-                ready, arrived = self._select(), signals.read()
-                for signum in arrived:  # before the ends, which it may have caused
-                    if signum in signals.ending:
-                        self._carry_out(self._ranks.signalled(signum, signal_name(signum)))
-                    elif signum != signal.SIGCHLD:
-                        self._notify(signum)
-                        self._carry_out(self._ranks.noticed("SIGUSR1") if signum == signal.SIGUSR1 else [])
-                for key in ready:
-                    if isinstance(key.data, RankProcess):
-                        self._take_end(key.data)
-                    elif key.data is self._standby and self._standby is not None:
-                        self._take_answers(self._standby)
-                has_orphans = (has_orphans or signal.SIGCHLD in arrived) and not self._reap_orphans()
-                for news in self._nodes.inbox.take():
-                    self._carry_out(self._ranks.take_news(news))
-                self._do_what_is_due()
-        finally:
-            for waited_for in (signals.fd, self._nodes.inbox):
-                self._selector.unregister(waited_for)
         return self._ranks.end(self._outcome(self._ranks.needs_outcome_at_end))
 
     # Waiting -------------------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ class Logs:
     def __init__(self, specs: LogsSpecs, role: str, prefix: str | None = None) -> None:
         self._specs = specs
         self._role = role
-        self._prefix = prefix
+        self._prefix = string.Template(prefix or "[${role_name}${rank}]:")
         self._destinations: LogsDest | None = None
         self._first_rank = 0
         self._tails: dict[tuple[int, int], list[Tail]] = {}
@@ -129,16 +129,8 @@ class Logs:
         return files
 
     def _prefix_of(self, rank: int) -> str:
-        number = self._first_rank + rank
-        if not self._prefix:
-            return f"[{self._role}{number}]:"
-        words = {
-            "role_name": self._role,
-            "rank": number,
-            "local_rank": rank,
-            "hostname": socket.gethostname(),
-        }
-        return string.Template(self._prefix).safe_substitute(words)
+        ranks = {"rank": self._first_rank + rank, "local_rank": rank}
+        return self._prefix.safe_substitute(ranks, role_name=self._role, hostname=socket.gethostname())
 
     def close(self, rank: int, incarnation: int) -> None:
         """The process has ended: its last lines are shown, in another thread, and its tails end."""

@@ -5,7 +5,7 @@ Each rank of a round is in one state, or in none once it has ended for good:
     asked for --Forked--> running --Ended--> due --Place--> asked for ...
 
 A stop ends those that run, and takes back what is asked for or due. It is followed by the next round
-(`_Stop.again`) or by the end. `ft_wrapper.agent.agent` waits for what happens, and carries actions out.
+(`Ranks._again`) or by the end. `ft_wrapper.agent.agent` waits for what happens, and carries actions out.
 """
 
 import dataclasses
@@ -172,7 +172,6 @@ class _Asked:
 
 @dataclasses.dataclass(frozen=True)
 class _Running:
-    incarnation: int
     started: float
 
 
@@ -184,19 +183,6 @@ class _Due:
 
 _State = TypeVar("_State", _Asked, _Running, _Due)
 _UNKNOWN = JobFacts()
-
-
-@dataclasses.dataclass
-class _Stop:
-    """All ranks are being ended.
-
-    Args:
-        kill_at: when those that still run are killed; None once they were.
-        again: whether all are restarted then.
-    """
-
-    kill_at: float | None
-    again: bool
 
 
 @dataclasses.dataclass
@@ -262,8 +248,8 @@ class Ranks:
         self._drain_timeout = drain_timeout
         self._clock = clock
         self._grace = grace
-        self._drain_at: tuple[float, AskDrain] | None = None  # once SIGTERM has come
         self._until = float("inf")  # when the grace time of a SIGTERM is over
+        self._later: dict[type[RankAction], tuple[float, RankAction]] = {}  # when which actions are due
         self._noticed: dict[str, float] = {}  # when notices of a kind were last asked for
         self._given: set[tuple[str, bool]] = set()  # notices, and whether the job ends
         self._ranks: dict[int, _Asked | _Running | _Due] = {}  # by local rank
@@ -271,9 +257,7 @@ class Ranks:
         self._before: set[int] = set()  # exit codes in the round before
         self._healed: set[int] = set()  # local ranks whose last process exited with 0
         self._leaving: dict[int, _Leaving] = {}  # by local rank, those that are gone as well
-        self._stop: _Stop | None = None
-        self._spare_at: float | None = None  # when a process is to be forked ahead
-        self._ask_end_at: float | None = None  # set once a rank failed for good
+        self._again: bool | None = None  # while all ranks are being ended: whether they are restarted then
         self._out_of_reach = ""
         self._outcome = End()  # what has been said of the whole job so far
 
@@ -282,7 +266,7 @@ class Ranks:
     @property
     def is_stopping(self) -> bool:
         """Whether all ranks are being ended."""
-        return self._stop is not None
+        return self._again is not None
 
     @property
     def is_over(self) -> bool:
@@ -301,15 +285,13 @@ class Ranks:
     def due(self) -> float | None:
         """When the next `tick` is due, in the clock's seconds; None if only events count."""
         moments = [state.at for state in self._ranks.values() if isinstance(state, _Due)]
-        kill_at = self._stop.kill_at if self._stop is not None else None
-        moments += [at for at in (self._spare_at, self._ask_end_at, kill_at) if at is not None]
-        moments += [] if self._drain_at is None else [self._drain_at[0]]
+        moments += [at for at, _ in self._later.values()]
         moments += [leaving.at for leaving in self._running_but_leaving().values()]
         return min(moments, default=None)
 
     def decides(self, rank: int) -> bool:
         """Whether a failure of a local rank leads to a decision, which takes `JobFacts`."""
-        return self._stop is None and rank not in self._leaving
+        return not self.is_stopping and rank not in self._leaving
 
     @property
     def needs_outcome(self) -> bool:
@@ -324,10 +306,9 @@ class Ranks:
     @property
     def needs_outcome_at_end(self) -> bool:
         """Whether `end` has to know how the job has ended."""
-        again = self._stop is not None and self._stop.again
         # The store may be gone with the node that ended the job. And it has to say nothing but this.
         is_ended = self._outcome.ended_by or self._outcome.signum is not None
-        return bool(self._failures or self._leaving) and not again and not is_ended
+        return bool(self._failures or self._leaving) and not self._again and not is_ended
 
     def end(self, outcome: JobOutcome) -> End:
         """How the round has ended, and which failures count.
@@ -335,7 +316,7 @@ class Ranks:
         Args:
             outcome: how the job has ended, where `needs_outcome_at_end`.
         """
-        again, finished = self._stop is not None and self._stop.again, outcome.finished
+        again, finished = bool(self._again), outcome.finished
         counted: list[Failure] = []
         forgiven: list[Failure] = []
         for failure in in_order(self._failures):
@@ -381,29 +362,30 @@ class Ranks:
         self.round = where
         self._policy.begin_round(where.restarts, formed=where.formed)
         self._group.count_restarts(self._policy.restarts)
-        self._stop = None
+        self._again = None
         self._before = {failure.exitcode for failure in self._failures}
         self._failures.clear()
         self._healed.clear()
         self._leaving.clear()
-        self._ask_end_at = None
+        self._later.pop(Kill, None)
+        self._later.pop(AskEnd, None)
         return [self._start(rank, 0) for rank in range(self._nproc)]
 
     def forked(self, rank: int, incarnation: int, pid: int) -> list[RankAction]:
         """A process that was asked for runs."""
         now = self._clock()
-        self._ranks[rank] = _Running(incarnation, now)
+        self._ranks[rank] = _Running(now)
         self._group.started(rank, pid, replaces=incarnation > 0)
-        is_replaced = self._policy.replaces(self.round.rank(rank))
-        self._spare_at = now + SPARE_DELAY if is_replaced else None
-        if self._stop is not None:  # it came too late for the signal that the other ranks got
+        if self._policy.replaces(self.round.rank(rank)):
+            self._later[ForkAhead] = now + SPARE_DELAY, ForkAhead()
+        if self.is_stopping:  # it came too late for the signal that the other ranks got
             return [Send(self._outcome.signum or TERM, rank)]
         return [AskToLeave(rank)] if rank in self._leaving else []
 
     def not_started(self, rank: int, failure: Failure, facts: JobFacts) -> list[RankAction]:
         """A process that was asked for could not be started; ``failure`` says why."""
         self._ranks.pop(rank, None)
-        return [] if self._stop is not None else self._decide(rank, failure, 0.0, facts)
+        return [] if self.is_stopping else self._decide(rank, failure, 0.0, facts)
 
     def ended(
         self, rank: int, exitcode: int, failure: Failure | None = None, facts: JobFacts = _UNKNOWN
@@ -420,11 +402,11 @@ class Ranks:
         if (exitcode == 0 and failure is None) or rank in self._leaving:
             self._healed.add(rank)
             self._group.ended(rank)
-        if rank in self._leaving and self._stop is None:
+        if rank in self._leaving and not self.is_stopping:
             self._failures += [failure] if failure is not None else []  # for `end`: it may not have left
             line = f"rank {self.round.rank(rank)} has left the job, as it was asked to"
             return [Log(line, is_warning=False)]
-        if failure is None or self._stop is not None:
+        if failure is None or self.is_stopping:
             return []  # a process that our signal ended did not fail on its own
         assert isinstance(process, _Running)
         return self._decide(rank, failure, self._clock() - process.started, facts)
@@ -432,17 +414,17 @@ class Ranks:
     def signalled(self, signum: int, name: str) -> list[RankAction]:
         """A signal arrived that ends the job; or drains this node, once, where that is wanted."""
         now = self._clock()
-        if signum == TERM and self._drain_timeout and self._stop is None:
+        if signum == TERM and self._drain_timeout and not self.is_stopping:
             within, self._drain_timeout = self._drain_timeout, 0.0
             if not self._grace:
                 return [AskDrain(within, name, signum)]
             self._noticed[name], self._until = now, now + self._grace
             asked = AskDrain(within, name, signum, self._notice(name, self._grace))
-            self._drain_at = now + min(TOGETHER, within / 2), asked
+            self._later[AskDrain] = now + min(TOGETHER, within / 2), asked
             return [AskNotice(Notice("", name))]
         if signum == TERM and now < self._noticed.get(name, -TOGETHER) + TOGETHER:
             return []  # SLURM's scancel sends a step's signal twice if another job is queued: 30 of 30 times
-        self._drain_at = None
+        self._later.pop(AskDrain, None)
         line = Log(f"{name}: forwarded to {self.names()}")
         if self._outcome.signum is not None:
             return [line, Send(signum)]
@@ -458,18 +440,18 @@ class Ranks:
             self._note(closed=True, elsewhere=news.result)  # the ranks end on their own
             return []
         if news.what is What.LEAVE:
-            return [] if self._stop is not None else [AskDrain(news.within, news.why)]
+            return [] if self.is_stopping else [AskDrain(news.within, news.why)]
         if news.what is What.CHECKPOINT:
             return self.noticed(news.why, news.within)
         if news.notice is not None:
             return self._give(news.notice)
         if news.what is What.DRAIN:
-            return [] if self._stop is not None else self._drain(news)
+            return [] if self.is_stopping else self._drain(news)
         ends = news.what.ends
         if ends:
             self._note(ended_by=self._outcome.ended_by or news.why, elsewhere=news.result)
-        if self._stop is not None:
-            self._stop.again = self._stop.again and not ends
+        if self._again is not None:
+            self._again = self._again and not ends
             return []
         line = Log(f"{news.why}; {'all ranks end' if ends else f'{self.names()} restart'}")
         return [line, *self._begin_stop(again=not ends), Send(TERM)]
@@ -482,7 +464,7 @@ class Ranks:
             seconds: how long there is; 0: the grace time, if that is known.
         """
         now = self._clock()
-        if self._stop is not None or now < self._noticed.get(why, -SAME_WITHIN) + SAME_WITHIN:
+        if self.is_stopping or now < self._noticed.get(why, -SAME_WITHIN) + SAME_WITHIN:
             return []
         self._noticed[why] = now
         return [AskNotice(self._notice(why, seconds or self._grace or None))]
@@ -492,11 +474,11 @@ class Ranks:
         return Notice(who, why, seconds, f"{self.round.group_rank} {self._clock()}", ends)
 
     def _give(self, notice: Notice) -> list[RankAction]:
-        if self._stop is not None or not notice.id or (notice.id, notice.ends) in self._given:
+        if self.is_stopping or not notice.id or (notice.id, notice.ends) in self._given:
             return []
         self._given.add((notice.id, notice.ends))
         if notice.ends:
-            self._drain_at = None
+            self._later.pop(AskDrain, None)
             seconds = min(notice.seconds or 0.0, self._until - self._clock())  # it may be older than it says
             notice = dataclasses.replace(notice, seconds=max(0.0, seconds))
             self._note(preempted=str(notice))
@@ -533,7 +515,7 @@ class Ranks:
         Args:
             since: when the last of them came there, in the clock's seconds.
         """
-        if self._stop is not None or self._clock() - since < END_LIMIT:
+        if self.is_stopping or self._clock() - since < END_LIMIT:
             return []
         waited = f"waited {END_LIMIT:g} s to exit and are ended: another rank of this node failed for good"
         return [Log(f"{self.names()}: {waited}"), *self._begin_stop(again=False), Send(TERM)]
@@ -567,26 +549,21 @@ class Ranks:
             self._ranks.clear()
             actions.append(CancelStarts())
         now = self._clock()
-        if self._stop is not None and self._stop.kill_at is not None and now >= self._stop.kill_at:
-            self._stop.kill_at = None
-            if self._has(_Running):
+        for kind, (at, action) in list(self._later.items()):
+            if now < at:
+                continue
+            del self._later[kind]
+            if kind is Kill and self._has(_Running):
                 after = f"{self._shutdown_timeout:g} s after the signal"
                 actions.append(Log(f"{self.names()}: still there {after}, killed"))
-            actions.append(Kill())
-        if self._spare_at is not None and now >= self._spare_at:
-            self._spare_at = None
-            if self._stop is None:
-                actions.append(ForkAhead())
-        if self._ask_end_at is not None and now >= self._ask_end_at:
-            self._ask_end_at = now + END_LIMIT
-            actions.append(AskEnd())
+            if kind is AskEnd:
+                self._later[kind] = now + END_LIMIT, action
+            if kind is not ForkAhead or not self.is_stopping:
+                actions.append(action)
         for rank, leaving in self._running_but_leaving().items():
             if now >= leaving.at:
                 actions.append(Send(leaving.signum, rank))
                 leaving.at, leaving.signum = now + self._shutdown_timeout, KILL
-        if self._drain_at is not None and now >= self._drain_at[0]:
-            (_, asked), self._drain_at = self._drain_at, None
-            actions.append(asked)
         if any(due.at <= now for due in self._of(_Due).values()):
             return [*actions, AskPlace()]
         return [*actions, *self._give_up_if_alone()]
@@ -615,7 +592,7 @@ class Ranks:
             if not verdict.delay:
                 actions.append(AskPlace())
         elif verdict.remedy is Remedy.LEAVE_OUT:
-            self._ask_end_at = self._clock() + END_LIMIT
+            self._later[AskEnd] = self._clock() + END_LIMIT, AskEnd()
         else:
             again = verdict.remedy is Remedy.RESTART_GROUP
             if not again:
@@ -647,11 +624,12 @@ class Ranks:
                 del self._ranks[rank]
 
     def _running_but_leaving(self) -> dict[int, _Leaving]:
-        running = self._of(_Running) if self._stop is None else {}
+        running = self._of(_Running) if not self.is_stopping else {}
         return {rank: leaving for rank, leaving in self._leaving.items() if rank in running}
 
     def _begin_stop(self, *, again: bool) -> list[RankAction]:
-        self._stop = _Stop(self._clock() + self._shutdown_timeout, again)
+        self._again = again
+        self._later[Kill] = self._clock() + self._shutdown_timeout, Kill()
         if again:
             self._group.stopped()
         self._ranks = dict(self._of(_Running))

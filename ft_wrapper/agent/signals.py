@@ -51,14 +51,12 @@ class SignalQueue:
 
     Args:
         fd: where their numbers are read; readable when there are any.
-        signals: those of interest.
-        ending: those of them that end the job.
+        ending: those that end the job.
     """
 
-    def __init__(self, fd: socket.socket, signals: Iterable[int], ending: Iterable[int]) -> None:
+    def __init__(self, fd: socket.socket, ending: Iterable[int]) -> None:
         self.fd = fd
         self.ending = frozenset(ending)
-        self._signals = frozenset(signals)
         self._raises = False
         self._got: Counter[int] = Counter()
 
@@ -66,8 +64,7 @@ class SignalQueue:
         """Takes out what arrived since the last call; ``MSG_PEEK`` leaves it there. Does not block."""
         with suppress(BlockingIOError):
             got, arrived = self._got.copy() if flags else self._got, self.fd.recv(4096, flags)
-            signals = [original(signum) for signum in arrived if _is_new(signum, got)]
-            return [signum for signum in signals if signum in self._signals]
+            return [original(signum) for signum in arrived if _is_new(signum, got)]
         return []
 
     @contextmanager
@@ -135,7 +132,7 @@ def queued(ending: Iterable[signal.Signals]) -> Iterator[SignalQueue]:
         read_end, write_end = (cleanup.enter_context(end) for end in socket.socketpair())
         read_end.setblocking(False)
         write_end.setblocking(False)
-        queue = SignalQueue(read_end, taken, ending)
+        queue = SignalQueue(read_end, ending)
         cleanup.callback(
             signal.set_wakeup_fd, signal.set_wakeup_fd(write_end.fileno(), warn_on_full_buffer=False)
         )

@@ -227,14 +227,9 @@ class Standby:
         return requests
 
     def _fork(self) -> None:
-        ours, theirs = _socketpair()
+        self._asked, theirs = _socketpair()
         with theirs:
-            try:
-                socket.send_fds(self._socket, [_FORK], [theirs.fileno()])
-            except BaseException:
-                ours.close()
-                raise
-        self._asked = ours
+            socket.send_fds(self._socket, [_FORK], [theirs.fileno()])
 
     def _take(self, answer: dict[str, Any], found: list[tuple[Request, int | str]]) -> None:
         orders, self._asked = self._asked, None

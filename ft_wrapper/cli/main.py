@@ -34,17 +34,23 @@ from .local import jobs_here
 from .status import Status
 from .supervise import supervise
 
-#: The commands of ``ftrun``, and where they are. A script of such a name is started as ``./status``.
-COMMANDS = {
-    "status": "ft_wrapper.cli.main:main_status",
-    "report": "ft_wrapper.report.command:main",
-    "drain": "ft_wrapper.cli.main:main_drain",
-    "restart": "ft_wrapper.cli.main:main_restart",
-    "stop": "ft_wrapper.cli.main:main_stop",
-    "notice": "ft_wrapper.cli.main:main_notice",
+#: The commands that change a running job, by the functions of `control` that have their names: what they do.
+CHANGES = {
+    "notice": "Asks the ranks of a running job for a checkpoint, all at the same step. It ends nothing.",
+    "drain": "Removes a node, or one rank, from a running job when the next step begins. Spares take over, "
+    "or fewer ranks go on. Drained ranks are not restarted; a node leaves after its last rank.",
+    "restart": "Ends the iteration of a running job: its ranks enter the function again, in the same "
+    "processes.",
+    "stop": "Ends a job: on all nodes the ranks get SIGTERM, and time to end. Each ftrun exits with 0.",
 }
-#: Seconds after which a drain ends ranks that have not reached their next step, by default.
-WITHIN = 30.0
+#: The other commands of ``ftrun``, and where they are. A script of such a name is started as ``./status``.
+COMMANDS = {"status": "ft_wrapper.cli.main:main_status", "report": "ft_wrapper.report.command:main"}
+_NAMES = frozenset({*COMMANDS, *CHANGES})
+# How long the ranks have if ``--within`` does not say, and what happens then.
+_WITHIN = {
+    "notice": (None, "how long they have (default: not known)"),
+    "drain": (30.0, "after this long, terminate ranks that have not left (default: 30)"),
+}
 _PATIENCE = 1.5  # seconds to reach a host that does not answer
 
 
@@ -78,9 +84,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(f"ftrun {__version__}, torch {version('torch')}")
         return 0
-    if name in COMMANDS:
+    if name in _NAMES:
         return _carry_out(name, words[1:])
-    meant = difflib.get_close_matches(name, COMMANDS, 1)
+    meant = difflib.get_close_matches(name, _NAMES, 1)
     if meant and not name.startswith("-") and not os.path.exists(name):
         print(f"ftrun: error: {name}: no such command or file; did you mean {meant[0]!r}?", file=sys.stderr)
         return 2
@@ -95,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _carry_out(name: str, argv: Sequence[str]) -> int:
     """Carries out a command; ends quietly once its reader, such as ``head``, has read enough."""
     try:
-        code: int = pkgutil.resolve_name(COMMANDS[name])(argv)
+        code: int = main_change(name, argv) if name in CHANGES else pkgutil.resolve_name(COMMANDS[name])(argv)
         sys.stdout.flush()
     except (StoreError, RuntimeError, ImportError, ValueError) as error:  # torch's own are RuntimeErrors
         print(f"ftrun {name}: error: {without_secrets(str(error))}", file=sys.stderr)
@@ -115,7 +121,7 @@ def command() -> NoReturn:
     3.14, a thread that returns from torch's code meanwhile would also abort the process.
     """
     handle_notices(lambda *_: None)  # before the agent takes them over, and afterwards, too
-    if COMMANDS.keys() & {*sys.argv[1:2]}:  # c10d prints two lines for each wait that times out
+    if _NAMES.intersection(sys.argv[1:2]):  # c10d prints two lines for each wait that times out
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     code = main()
     atexit._run_exitfuncs()
@@ -203,49 +209,6 @@ def _check_listens(endpoint: str) -> None:
 # Commands that change a job --------------------------------------------------------------------------------
 
 
-def main_drain(argv: Sequence[str]) -> int:
-    """``ftrun drain``.
-
-    Args:
-        argv: the arguments.
-
-    Returns:
-        0; 1 if too few ranks would be left, or they have not left in time.
-
-    Raises:
-        StoreError: the job cannot be reached.
-        ValueError: an argument is wrong.
-        SystemExit: an argument is wrong (2; said on stderr).
-    """
-    what = "Removes a node, or one rank, from a running job when the next step begins. Spares take over, or "
-    what += "fewer ranks go on. Drained ranks are not restarted; a node leaves after its last rank."
-    parser = _parser("drain", what)
-    what = f"after this long, terminate ranks that have not left (default: {WITHIN:g})"
-    parser.add_argument("--within", type=float, default=WITHIN, metavar="SECONDS", help=what)
-    return _control("drain", parser, argv)
-
-
-def main_restart(argv: Sequence[str]) -> int:
-    """``ftrun restart``; arguments, result and errors as for `main_drain`."""
-    what = "Ends the iteration of a running job: its ranks enter the function again, in the same processes."
-    return _control("restart", _parser("restart", what), argv)
-
-
-def main_stop(argv: Sequence[str]) -> int:
-    """``ftrun stop``; arguments, result and errors as for `main_drain`."""
-    what = "Ends a job: on all nodes the ranks get SIGTERM, and time to end. Each ftrun exits with 0."
-    return _control("stop", _parser("stop", what), argv)
-
-
-def main_notice(argv: Sequence[str]) -> int:
-    """``ftrun notice``; arguments, result and errors as for `main_drain`."""
-    what = "Asks the ranks of a running job for a checkpoint, all at the same step. It ends nothing."
-    parser = _parser("notice", what)
-    what = "how long they have (default: not known)"
-    parser.add_argument("--within", type=float, metavar="SECONDS", help=what)
-    return _control("notice", parser, argv)
-
-
 def _parser(name: str, what: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(f"ftrun {name}", description=what, allow_abbrev=False)
     if name == "drain":
@@ -255,22 +218,29 @@ def _parser(name: str, what: str) -> argparse.ArgumentParser:
     what += f" (default: {ANNOUNCED}{', else the job on this host' if name == 'status' else ''})"
     given = os.environ.get(ANNOUNCED, "")
     parser.add_argument("endpoint", nargs="?", default=given, metavar="ENDPOINT", help=what)
-    if name != "status":
-        parser.add_argument("--why", default="", metavar="TEXT", help="goes into the log of the job")
     return parser
 
 
-def _control(name: str, parser: argparse.ArgumentParser, argv: Sequence[str]) -> int:
-    """Carries out a command on a job, by the function of `control` that has its name and its arguments.
+def main_change(name: str, argv: Sequence[str]) -> int:
+    """A command that changes a job.
 
     Args:
         name: of the command.
-        parser: of its arguments.
         argv: the arguments.
 
     Returns:
-        0; 1 if it was refused.
+        0; 1 if it was refused, as when too few ranks would be left, or was not carried out in time.
+
+    Raises:
+        StoreError: the job cannot be reached.
+        ValueError: an argument is wrong.
+        SystemExit: an argument is wrong (2; said on stderr).
     """
+    parser = _parser(name, CHANGES[name])
+    parser.add_argument("--why", default="", metavar="TEXT", help="goes into the log of the job")
+    if name in _WITHIN:
+        seconds, what = _WITHIN[name]
+        parser.add_argument("--within", type=float, default=seconds, metavar="SECONDS", help=what)
     args = parser.parse_intermixed_args(argv)  # options also between a target and an endpoint
     if "target" in args and not re.fullmatch(r"slot:\d+|node:.+|(?!slot:|node:).+", args.target, re.DOTALL):
         parser.error(f"{args.target!r}: name a node or a slot: NODE, node:ID, SLOT or slot:N")

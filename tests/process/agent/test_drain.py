@@ -274,14 +274,14 @@ def test_what_a_drain_is_asked_of_is_read_before_it_connects(
     monkeypatch.setattr(control, "drain", lambda target, **_: asked.append(target) or "done")
     good = ["0", "node-7", "node:0", "slot:3", "slot", "node", "a:b", "Knoten 7\n"]
     words = [[target, "--why", "options between the two", "localhost:1"] for target in good]
-    assert [cli.main_drain(each) for each in words] == [0] * len(good)
+    assert [cli.main_change("drain", each) for each in words] == [0] * len(good)
     assert asked == good
     for target in ("", "slot:", "slot:x", "slot:-1", "slot:1.5", "node:"):
         with pytest.raises(SystemExit, match="2"):
-            cli.main_drain([target, "localhost:1"])
+            cli.main_change("drain", [target, "localhost:1"])
         assert f"{target!r}: name a node or a slot" in capsys.readouterr().err
     for within in ("-1", "inf", "nan", "soon", "1e300"):
         with pytest.raises(SystemExit, match="2"):
-            cli.main_drain(["0", "localhost:1", "--within", within])
+            cli.main_change("drain", ["0", "localhost:1", "--within", within])
         assert "--within" in capsys.readouterr().err
     assert asked == good
