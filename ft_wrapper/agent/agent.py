@@ -11,6 +11,7 @@ import selectors
 import shlex
 import signal
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from multiprocessing import connection
@@ -35,7 +36,7 @@ from .group import Group
 from .job_in_store import JobInStore
 from .nodes import CannotStart, Nodes, exit_code_of
 from .outputs import ERROR_FILE_ENV, Logs, count_kernel_kills, describe_exit, opened, read_failure
-from .policy import JobFacts, JobOutcome, RestartPolicy
+from .policy import RANK_RESTARTS, JobFacts, JobOutcome, Policy, RestartPolicy
 from .process import INCARNATION_ENV, Job, Program, RankProcess, Request, adopted, start, with_local_rank
 from .rounds import BAD_NODE, DONE, INFRASTRUCTURE, End, Failure, JobResult, News, Round, What, worst
 from .signals import NOTICES, SHUTDOWN_TIMEOUT, SIGNALS, Signalled, SignalQueue, queued, signal_name
@@ -50,8 +51,7 @@ Answer = Callable[[Group, Nodes, str], AbstractContextManager[object]]
 KILL_TIMEOUT = 10.0
 # Seconds that the template may take to import torch, from a slow file system, and to fork a rank.
 STANDBY_TIMEOUT = 300.0
-# A template that ended sooner than this is not tried again.
-STANDBY_SETTLED = 60.0
+
 # Of this process, per rank: connections to the store, if it is hosted here, and the monitor's files.
 _FILES_OF_A_RANK = 12
 _FILES_OF_ALL = 16  # what the ranks have in common
@@ -65,21 +65,22 @@ class Launch:
     Args:
         job: what the ranks have in common.
         program: what each rank runs.
-        policy: what to do about ranks that fail.
-        logs_specs: where their streams and errors go.
+        policy: whether a rank that fails is restarted alone, or all are.
+        max_rank_restarts: how often each rank may be restarted alone.
         signals: signals that are forwarded to them, and end them.
         shutdown_timeout: seconds from a signal that ends ranks to SIGKILL.
-        drain_timeout: seconds that SIGTERM gives ranks to reach their next step; see `Ranks`.
+        drain_timeout: seconds that SIGTERM gives ranks to reach their next step, if the other nodes go on
+            without this one; 0: it ends them.
         forks: whether they are forked from a process that has imported torch, where that is possible.
         log_line_prefix: what comes before the lines that are shown; see `Logs`.
-        devices: number of devices that this node's ranks share, if there are fewer than ranks; else 0.
+        devices: of this node, if it has more ranks and some are spares: active ones get one each; else 0.
         notice_grace: seconds from SIGTERM to the scheduler's SIGKILL, if that is known; else 0.
     """
 
     job: Job
     program: Program
-    policy: RestartPolicy
-    logs_specs: LogsSpecs
+    policy: Policy
+    max_rank_restarts: int = RANK_RESTARTS
     signals: Sequence[signal.Signals] = SIGNALS
     shutdown_timeout: float = SHUTDOWN_TIMEOUT
     drain_timeout: float = 0.0
@@ -90,12 +91,17 @@ class Launch:
 
 
 def run_agent(
-    launch: Launch, meet: Callable[[], Nodes], group: Group | None = None, answer: Answer = health.health
+    launch: Launch,
+    logs_specs: LogsSpecs,
+    meet: Callable[[], Nodes],
+    group: Group | None = None,
+    answer: Answer = health.health,
 ) -> End:
     """Runs the ranks of a job on this node as processes, to their end; in the main thread.
 
     Args:
         launch: what it runs, and how.
+        logs_specs: where their streams and errors go.
         meet: makes this node's `Nodes`, which does not connect yet.
         group: keeps the state of the ranks, for other threads; a new one when None.
         answer: answers health checks meanwhile.
@@ -104,7 +110,7 @@ def run_agent(
         CannotStart: the nodes did not meet, or no rank could be started.
         OSError: something that ranks need is not available.
     """
-    job = launch.job
+    job = dataclasses.replace(launch.job, run_id=launch.job.run_id or str(uuid.uuid4()))
     group = group or Group(job.role, job.nproc, job.max_restarts)
     try:
         with ExitStack() as cleanup:
@@ -112,7 +118,9 @@ def run_agent(
             nodes = meet()
             cleanup.callback(nodes.close)
             cleanup.enter_context(answer(group, nodes, job.run_id))
-            end = run_rounds(nodes, Loop(launch, nodes, group, queue, cleanup), queue)
+            logs = cleanup.enter_context(Logs(logs_specs, job.role, launch.log_line_prefix))
+            loop = Loop(dataclasses.replace(launch, job=job), logs, nodes, group, queue, cleanup)
+            end = run_rounds(nodes, loop, queue)
             group.finished(end)
             return end
     except BaseException:
@@ -238,6 +246,7 @@ class Loop:
 
     Args:
         launch: what they run, and how.
+        logs: where their output goes.
         nodes: the other nodes: they send news, and are notified if this node leaves.
         group: keeps the state, for people.
         signals: those to forward; and SIGCHLD, after which there may be orphans to reap.
@@ -247,14 +256,16 @@ class Loop:
     _in_store: JobInStore  # of the round
 
     def __init__(
-        self, launch: Launch, nodes: Nodes, group: Group, signals: SignalQueue, cleanup: ExitStack
+        self, launch: Launch, logs: Logs, nodes: Nodes, group: Group, signals: SignalQueue, cleanup: ExitStack
     ) -> None:
         self._program = launch.program
+        self._logs = logs
         self._nodes = nodes
         self._group = group
         self._signals = signals
         timing = launch.shutdown_timeout, time.monotonic, launch.drain_timeout, launch.notice_grace
-        self._ranks = ranks.Ranks(launch.job.nproc, launch.policy, group, *timing)
+        policy = RestartPolicy(launch.policy, launch.job.max_restarts, launch.max_rank_restarts)
+        self._ranks = ranks.Ranks(launch.job.nproc, policy, group, *timing)
         self._running: dict[int, RankProcess] = {}  # by local rank
         self._standby: Standby | None = None
         self._got_by_all: int | None = None  # a signal that its sender has sent to the ranks, too
@@ -264,12 +275,13 @@ class Loop:
         self._selector = cleanup.enter_context(selectors.DefaultSelector())
         for waited_for in (signals.fd, nodes.inbox):
             self._selector.register(waited_for, selectors.EVENT_READ)
-        self._logs = cleanup.enter_context(Logs(launch.logs_specs, job.role, launch.log_line_prefix))
+
         service = MonitorService(job.run_id, group.rank_metrics.restarted, nodes.agent)
         self._monitors = cleanup.enter_context(closing(service))
         group.rank_metrics.ranks = service.ranks
         if launch.forks and launch.program.script is not None:
-            self._start_standby()
+            self._standby = Standby(launch.program, job.shared_environment())
+            self._selector.register(self._standby, selectors.EVENT_READ, self._standby)
         events.emit("agent_started", job=job.run_id, started=events.started())
         self._of_round = cleanup.enter_context(ExitStack())
         cleanup.callback(lambda: self._carry_out(self._ranks.abandoned()))
@@ -348,9 +360,7 @@ class Loop:
 
     def _do_what_is_due(self) -> None:
         if self._standby is not None and self._standby.overdue(STANDBY_TIMEOUT):
-            log.warning("the standby process does not answer: ranks are started without it")
-            for request in self._end_standby():
-                self._execute_or_fail(request)
+            self._do_without_standby("does not answer")
         self._carry_out(self._ranks.tick(self._outcome(self._ranks.needs_outcome)))
 
     def _outcome(self, is_needed: bool) -> JobOutcome:
@@ -506,10 +516,6 @@ class Loop:
 
     # The template --------------------------------------------------------------------------------------
 
-    def _start_standby(self) -> None:
-        self._standby = Standby(self._program, self._job.shared_environment())
-        self._selector.register(self._standby, selectors.EVENT_READ, self._standby)
-
     def _end_standby(self) -> list[Request]:
         """Ends the template; returns the requests that it has not carried out."""
         if self._standby is None:
@@ -521,7 +527,7 @@ class Loop:
     def _take_answers(self, standby: Standby) -> None:
         answers = standby.answers()
         if answers is None:
-            self._replace_standby(standby)
+            self._do_without_standby("has ended")
             return
         for request, answer in answers:
             if isinstance(answer, int):
@@ -531,20 +537,9 @@ class Loop:
             log.warning("rank %d is started without the standby process: %s", rank, answer)
             self._execute_or_fail(request)
 
-    def _replace_standby(self, standby: Standby) -> None:
-        """The template has ended: replaces it, unless that would be a loop."""
-        lived = time.monotonic() - standby.started
-        lost = self._end_standby()
-        how = standby.process.returncode
-        log.warning("the standby process %d has ended (%s)", standby.process.pid, how)
-        if self._ranks.is_stopping:
-            return
-        if lived >= STANDBY_SETTLED:
-            try:
-                self._start_standby()
-            except OSError as error:
-                log.warning("the standby process could not be replaced: %s", error)
-        for request in lost:
+    def _do_without_standby(self, why: str) -> None:
+        log.warning("the standby process %s: ranks are started without it", why)
+        for request in self._end_standby():
             self._execute_or_fail(request)
 
     # An end --------------------------------------------------------------------------------------------

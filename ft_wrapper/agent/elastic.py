@@ -32,7 +32,7 @@ from .group import Counts as Counts
 from .group import Group
 from .nodes import EXIT_BARRIER_TIMEOUT, Nodes
 from .nodes import CannotStart as CannotStart
-from .policy import RANK_RESTARTS, RestartPolicy
+from .policy import RANK_RESTARTS
 from .policy import Policy as Policy
 from .process import LOCAL_RANK, Job, Program, python_program
 from .rounds import End
@@ -124,6 +124,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         _refuse(spec)
         # Not torch's own, which makes a worker group.
         self._spec = spec
+        self._logs_specs = logs_specs
         self._exit_barrier_timeout = exit_barrier_timeout
         self._total_execution_time = 0
         self._returned: dict[int, Any] = {}  # by global rank
@@ -144,8 +145,8 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._launch = Launch(
             job,
             Program(()) if self._call else program_of(str(spec.entrypoint), list(map(str, spec.args))),
-            RestartPolicy(restart_policy, spec.max_restarts, max_rank_restarts),
-            logs_specs,
+            restart_policy,
+            max_rank_restarts,
             tuple(signals),
             shutdown_timeout,
             drain_timeout,
@@ -233,12 +234,12 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     def _run_to_end(self) -> End:
         if not self._call:
-            return run_agent(self._launch, self._meet, self._group, self._answer)
+            return run_agent(self._launch, self._logs_specs, self._meet, self._group, self._answer)
         with tempfile.TemporaryDirectory(prefix="ft_wrapper_call_") as folder:
             call_function.write_call(folder, self._call)
             program = python_program(call_function.__name__, [folder, LOCAL_RANK], is_module=True)
             launch = dataclasses.replace(self._launch, program=program)
-            end = run_agent(launch, self._meet, self._group, self._answer)
+            end = run_agent(launch, self._logs_specs, self._meet, self._group, self._answer)
             where = self._group.round
             if where is not None and self._group.state is WorkerState.SUCCEEDED:
                 for rank in self._group.succeeded:

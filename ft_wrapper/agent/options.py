@@ -15,7 +15,6 @@ import signal
 import socket
 import string
 import sys
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -42,7 +41,7 @@ from .health import ADDRESS_ENV
 from .node_check import TIMEOUT, NodeCheck
 from .nodes import EXIT_BARRIER_TIMEOUT
 from .outputs import ERROR_FILE_ENV, PREFIX_ENV, PREFIX_WORDS
-from .policy import RANK_RESTARTS, Policy, RestartPolicy
+from .policy import RANK_RESTARTS, Policy
 from .process import Job, Program, python_program
 from .signals import SHUTDOWN_TIMEOUT, SIGNALS
 
@@ -447,39 +446,22 @@ def _spellings(option: str) -> tuple[str, ...]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(Launch):
     """What the command line asked for, checked.
 
     Args:
-        nproc_per_node: number of ranks.
-        program: what each rank runs.
-        script: what the command line calls it.
-        role: name of the ranks in log lines and in ``ROLE_NAME``.
+        script: what the command line calls the program.
         log_dir: where log files go; a temporary directory when None.
         redirects: which streams go to files instead of the console.
         tee: which streams go to files and to the console.
         local_ranks_filter: the ranks that may write to the console; all when None.
-        signals: those that are forwarded to the ranks and then end the job.
-        shutdown_timeout: seconds between a forwarded signal and SIGKILL.
-        drain_timeout: seconds that SIGTERM gives ranks to reach their next step, if the other nodes go on
-            without this one; 0: it ends them.
-        notice_grace: seconds from SIGTERM to the scheduler's SIGKILL; 0: that is not known.
-        policy: what to do about a rank that fails.
-        max_restarts: how often all ranks may be restarted.
-        max_rank_restarts: how often each rank may be restarted alone.
-        forks: whether ranks are forked from a process that has imported torch.
         logs_specs: what decides where log files go.
-        virtual_local_rank: whether each rank sees only its own GPU.
-        active_world_size: how many ranks call the function of a wrapped job; None: all.
         spare_nodes: how many of the nodes have only hot spares.
-        devices: of this node, if it has more ranks and some are spares: active ones get one each; else 0.
         monitor_interval: seconds between two looks for waiting nodes, with handlers that do not notify.
         exit_barrier_timeout: seconds for which a node whose ranks are done waits for the other nodes.
         rendezvous: how this node finds the other nodes; None if there are none.
         address: what the user calls this node if there are no others; empty if nothing.
         port: where the ranks' store is if there are no others; 0 for a free port.
-        run_id: what the user calls the job if there are no others; empty if nothing.
-        log_line_prefix: what ``--tee`` puts before each line; role and rank when None.
         warnings: about the command line, a line each.
         check: whether to look for what may go wrong, and to start nothing.
         log_format: format of log lines, including those of the ranks' wrappers: ``text`` or ``json``.
@@ -490,34 +472,18 @@ class Options:
         variables: environment variables that options stand for.
     """
 
-    nproc_per_node: int
-    program: Program
     script: str
-    role: str = ""
     log_dir: str | None = None
     redirects: Std | dict[int, Std]
     tee: Std | dict[int, Std]
     local_ranks_filter: set[int] | None = None
-    signals: tuple[signal.Signals, ...]
-    shutdown_timeout: float
-    policy: Policy
-    max_restarts: int = 0
-    max_rank_restarts: int = RANK_RESTARTS
-    forks: bool
     monitor_interval: float
     exit_barrier_timeout: float
     logs_specs: type[LogsSpecs] = DefaultLogsSpecs
-    virtual_local_rank: bool = False
-    active_world_size: int | None = None
     spare_nodes: int = 0
-    devices: int = 0
     rendezvous: RendezvousParameters | None = None
     address: str = ""
     port: int = 0
-    run_id: str = ""
-    log_line_prefix: str | None = None
-    drain_timeout: float = 0.0
-    notice_grace: float = 0.0
     warnings: tuple[str, ...] = ()
     check: bool = False
     log_format: str = TEXT
@@ -540,24 +506,10 @@ class Options:
             for name, value in before.items():
                 os.environ.pop(name) if value is None else os.environ.update({name: value})
 
-    def launch(self, log_dir: str) -> Launch:
-        """What this node's agent runs, and how; log files go to a folder."""
-        nproc, active, virtual = self.nproc_per_node, self.active_world_size, self.virtual_local_rank
-        run_id = (self.rendezvous or self).run_id or str(uuid.uuid4())
+    def logs(self, log_dir: str) -> LogsSpecs:
+        """Where the streams of the ranks go; files are in this folder."""
         streams = {name: getattr(self, name) for name in ("redirects", "tee", "local_ranks_filter")}
-        return Launch(
-            Job(nproc, self.role, run_id, self.max_restarts, active, virtual),
-            self.program,
-            RestartPolicy(self.policy, self.max_restarts, self.max_rank_restarts),
-            self.logs_specs(log_dir=log_dir, **streams),
-            self.signals,
-            self.shutdown_timeout,
-            self.drain_timeout,
-            self.forks,
-            self.log_line_prefix,
-            self.devices,
-            self.notice_grace,
-        )
+        return self.logs_specs(log_dir=log_dir, **streams)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Options:
@@ -592,8 +544,12 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
     policy = _policy(parser, args)
     nodes = _nodes(parser, args, policy)
     backend = nodes["rendezvous"].backend if "rendezvous" in nodes else ""
+    is_named = backend or not (args.standalone or args.rdzv_id == DEFAULT_RDZV_ID)
+    run_id = args.rdzv_id if is_named else ""
+    nproc, active, virtual = args.nproc_per_node, nodes["active_world_size"], args.virtual_local_rank
     found = {
         **vars(args),
+        "job": Job(nproc, args.role, run_id, args.max_restarts or 0, active, virtual),
         "program": _program(parser, args),
         "script": args.training_script,
         "signals": _known_signals(parser, args),
@@ -601,7 +557,6 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
         "policy": policy,
         "forks": not (args.no_fork or args.no_standby),
         "variables": _variables(args),
-        "run_id": "" if args.standalone or args.rdzv_id == DEFAULT_RDZV_ID else args.rdzv_id,
         "log_line_prefix": _log_line_prefix(parser, args),
         "node_check": _node_check(parser, args, backend),
         "secret": args.job_secret_file or from_variable,

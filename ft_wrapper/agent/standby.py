@@ -108,7 +108,7 @@ class Standby:
 
     def __init__(self, program: Program, environment: Mapping[str, str]) -> None:
         assert program.script is not None
-        self.started = time.monotonic()
+
         self._requests: collections.deque[Request] = collections.deque()
         self._asked: socket.socket | None = None  # for the orders of a process that the template is forking
         self._spare: _Spare | None = None

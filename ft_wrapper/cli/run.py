@@ -69,7 +69,7 @@ def run(options: Options) -> int:
             log_dir = cleanup.enter_context(_log_folder(options))
             cleanup.enter_context(options.environment())
             events.check_events_file()
-            end = run_agent(options.launch(log_dir), lambda: _meet(options, cleanup))
+            end = run_agent(options, options.logs(log_dir), lambda: _meet(options, cleanup))
             replace_broken_streams()
         except (OSError, CannotStart) as error:
             words = " ".join(str(error).split())
@@ -156,7 +156,7 @@ def _report(options: Options, end: End) -> JobResult:
         words = "rank %d (pid %d): %s; the job finished all the same"
         log.info(words, failure.rank, failure.pid, failure.how)
     if end.failures:
-        log.error("%s", outputs.report(end.failures, options.nproc_per_node, end.node))
+        log.error("%s", outputs.report(end.failures, options.job.nproc, end.node))
         outputs.write_own_error_file(end.failures[0])
     result = end.result()
     if result.exit_code:
@@ -209,7 +209,7 @@ def meet(options: Options) -> Nodes:
             log.warning(words, address, loopback())
             address = ""
         at, check = (address, options.port), options.node_check
-        return OneNode(options.nproc_per_node, *at, role=options.role, check=check)
+        return OneNode(options.job.nproc, *at, role=options.job.role, check=check)
     if parameters.backend in (NAME, *ETCD_NAMES):
         return _ft(options, parameters)
     return _classic(options, parameters)
@@ -235,9 +235,9 @@ def local_job(options: Options, nodes: Nodes) -> LocalJob:
 
 def _ft(options: Options, parameters: RendezvousParameters) -> FtNodes:
     settings, identity = read_parameters(parameters)
-    agreed = {"restart_policy": options.policy.value, "max_restarts": str(options.max_restarts)}
+    agreed = {"restart_policy": options.policy.value, "max_restarts": str(options.job.max_restarts)}
     # A node that publishes fewer options agrees with nodes of a version without them.
-    more = {"active_world_size": options.active_world_size, "spare_nodes": options.spare_nodes}
+    more = {"active_world_size": options.job.active_world_size, "spare_nodes": options.spare_nodes}
     agreed |= {name: str(number) for name, number in more.items() if number}
     return FtNodes(
         lambda: make_backend(parameters),
@@ -255,8 +255,8 @@ def _classic(options: Options, parameters: RendezvousParameters) -> ClassicNodes
     parameters = copy.copy(parameters)
     parameters.local_addr = parameters.local_addr or address_of_this_node(host_name)
     spec = WorkerSpec(
-        options.role,
-        options.nproc_per_node,
+        options.job.role,
+        options.job.nproc,
         None,  # type: ignore[arg-type]  # the handler is made with the first round
         entrypoint=options.script,
         monitor_interval=options.monitor_interval,
@@ -275,7 +275,7 @@ def print_findings(options: Options) -> int:
         options: the job.
     """
     nodes = 1 if options.rendezvous is None else options.rendezvous.max_nodes
-    world_size = nodes * options.nproc_per_node
+    world_size = nodes * options.job.nproc
     found = check.preflight(os.environ, nodes=nodes, world_size=world_size)
     endpoint = "" if options.rendezvous is None else options.rendezvous.endpoint
     host = split_host_port(endpoint.partition(",")[0])[0] or "127.0.0.1"

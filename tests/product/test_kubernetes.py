@@ -115,11 +115,11 @@ def test_ftrun_takes_the_options(file: str, tmp_path: Path, monkeypatch: pytest.
     assert [text for text in options.warnings if own not in text] == []
     assert options.rendezvous.backend == "etcd" and options.rendezvous.run_id == GIVEN["JOB_UID"]
     assert options.rendezvous.max_nodes == job_of(file).get("completions", int(GIVEN["PET_NNODES"]))
-    assert options.nproc_per_node == 8 and options.secret == b"0123456789abcdef"
+    assert options.job.nproc == 8 and options.secret == b"0123456789abcdef"
     prefix = "train" if file == "kubernetes.yaml" else "train-node-0"
     assert own == f"{prefix}-2.train"
     if file != "trainjob.yaml":
-        assert str(options.nproc_per_node) == node_of(file)["resources"]["limits"]["nvidia.com/gpu"]
+        assert str(options.job.nproc) == node_of(file)["resources"]["limits"]["nvidia.com/gpu"]
     grace = pod_of(file)["terminationGracePeriodSeconds"]
     assert options.drain_timeout + options.shutdown_timeout <= options.notice_grace < grace
 

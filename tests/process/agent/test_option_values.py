@@ -140,7 +140,7 @@ def test_fewer_gpus_than_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     said = said_of(capsys, "--virtual-local-rank", "--nproc-per-node", "3", "--no-python", "true")
     assert "CUDA_VISIBLE_DEVICES=3,5" in said
-    assert parsed("--virtual-local-rank", "--nproc-per-node", "2").virtual_local_rank
+    assert parsed("--virtual-local-rank", "--nproc-per-node", "2").job.virtual_local_rank
 
 
 @settings(max_examples=300)
@@ -151,8 +151,8 @@ def test_a_number_is_taken_or_refused(option: str, value: str) -> None:
     except SystemExit as end:
         assert end.code == 2
     else:
-        assert 1 <= options.nproc_per_node <= 4096 and 0 <= options.drained_exit_code <= 255
-        assert max(options.max_restarts, options.max_rank_restarts, options.spare_nodes) < 2**31
+        assert 1 <= options.job.nproc <= 4096 and 0 <= options.drained_exit_code <= 255
+        assert max(options.job.max_restarts, options.max_rank_restarts, options.spare_nodes) < 2**31
         assert 0 <= options.shutdown_timeout <= LONGEST and 0 < options.monitor_interval <= LONGEST
 
 

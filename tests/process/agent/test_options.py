@@ -66,7 +66,7 @@ def test_lines_for_one_node_and_where_its_store_is() -> None:
         "--nproc-per-node 4 --start-method fork --event-log-handler null": 0,
     }.items():
         options = parsed(*line.split())
-        assert (options.rendezvous, options.nproc_per_node, options.port) == (None, 4, port), line
+        assert (options.rendezvous, options.job.nproc, options.port) == (None, 4, port), line
 
 
 def test_the_static_line() -> None:
@@ -128,10 +128,10 @@ def test_spare_nodes_take_part_and_their_ranks_do_not_count() -> None:
     options = parsed("--nnodes", "1:2", *MEET[2:], "--nproc-per-node", "4", "--spare-nodes", "3")
     settings, _, _ = read(options)
     assert (settings.min_nodes, settings.max_nodes) == (1, 5)
-    assert options.active_world_size == 8
+    assert options.job.active_world_size == 8
     # On one node there may be spares, too.
     options = parsed(*MEET[2:], "--spare-nodes", "1", "--node-rank", "1")
-    assert (read(options)[0].max_nodes, options.active_world_size) == (2, 1)
+    assert (read(options)[0].max_nodes, options.job.active_world_size) == (2, 1)
     assert parsed("--spare-nodes", "0").rendezvous is None
 
 
@@ -151,10 +151,10 @@ def agreed(*arguments: str) -> dict[str, str]:
 
 
 def environment(options: Options, local_rank: int) -> dict[str, str]:
-    active, virtual = options.active_world_size, options.virtual_local_rank
+    active, virtual = options.job.active_world_size, options.job.virtual_local_rank
     devices = f"/locks:{options.devices}" if options.devices else ""
-    job = Job(options.nproc_per_node, "default", "job", 0, active, virtual, devices=devices)
-    return job.environment(local_rank, 0, alone("here:1", options.nproc_per_node))
+    job = Job(options.job.nproc, "default", "job", 0, active, virtual, devices=devices)
+    return job.environment(local_rank, 0, alone("here:1", options.job.nproc))
 
 
 def test_ranks_find_how_many_are_active() -> None:

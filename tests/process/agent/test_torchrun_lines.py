@@ -173,7 +173,7 @@ def test_an_option_that_the_installed_torchrun_does_not_have_yet(monkeypatch: py
         "--log-line-prefix-template", "<>", "--signals_to_handle", "SIGTERM", "--virtual-local-rank"
     )
     assert (options.log_line_prefix, options.signals) == ("<>", (signal.SIGTERM,))
-    assert options.virtual_local_rank
+    assert options.job.virtual_local_rank
     assert len(parsed("--numa-binding", "node", "--event-log-handler", "console").warnings) == 2
 
 
@@ -282,7 +282,12 @@ def test_values_as_torchrun_takes_them() -> None:
     )
     meeting = options.rendezvous
     assert meeting is not None
-    assert (meeting.min_nodes, meeting.max_nodes, meeting.run_id, options.max_restarts) == (1, 2, "none", 3)
+    assert (meeting.min_nodes, meeting.max_nodes, meeting.run_id, options.job.max_restarts) == (
+        1,
+        2,
+        "none",
+        3,
+    )
     assert (meeting.endpoint, meeting.config["node_id"]) == ("127.0.0.1:29501", "1")
 
 
