@@ -91,18 +91,14 @@ class Launch:
 
 
 def run_agent(
-    launch: Launch,
-    logs_specs: LogsSpecs,
-    meet: Callable[[], Nodes],
-    group: Group | None = None,
-    answer: Answer = health.health,
+    launch: Launch, specs: LogsSpecs, nodes: Nodes, group: Group | None = None, answer: Answer = health.health
 ) -> End:
     """Runs the ranks of a job on this node as processes, to their end; in the main thread.
 
     Args:
         launch: what it runs, and how.
-        logs_specs: where their streams and errors go.
-        meet: makes this node's `Nodes`, which does not connect yet.
+        specs: where their streams and errors go.
+        nodes: the other nodes; it is closed at the end.
         group: keeps the state of the ranks, for other threads; a new one when None.
         answer: answers health checks meanwhile.
 
@@ -110,17 +106,15 @@ def run_agent(
         CannotStart: the nodes did not meet, or no rank could be started.
         OSError: something that ranks need is not available.
     """
-    job = dataclasses.replace(launch.job, run_id=launch.job.run_id or str(uuid.uuid4()))
-    group = group or Group(job.role, job.nproc, job.max_restarts)
+    group = group or Group(launch.job.role, launch.job.nproc, launch.job.max_restarts)
     try:
         with ExitStack() as cleanup:
-            queue = cleanup.enter_context(queued(launch.signals))
-            nodes = meet()
             cleanup.callback(nodes.close)
-            cleanup.enter_context(answer(group, nodes, job.run_id))
-            logs = cleanup.enter_context(Logs(logs_specs, job.role, launch.log_line_prefix))
-            loop = Loop(dataclasses.replace(launch, job=job), logs, nodes, group, queue, cleanup)
-            end = run_rounds(nodes, loop, queue)
+            queue = cleanup.enter_context(queued(launch.signals))
+            launch = dataclasses.replace(launch, job=_served_job(launch, cleanup))
+            cleanup.enter_context(answer(group, nodes, launch.job.run_id))
+            logs = cleanup.enter_context(Logs(specs, launch.job.role, launch.log_line_prefix))
+            end = run_rounds(nodes, Loop(launch, logs, nodes, group, queue, cleanup), queue)
             group.finished(end)
             return end
     except BaseException:
@@ -269,7 +263,7 @@ class Loop:
         self._running: dict[int, RankProcess] = {}  # by local rank
         self._standby: Standby | None = None
         self._got_by_all: int | None = None  # a signal that its sender has sent to the ranks, too
-        self._job = job = _served_job(launch, cleanup)
+        self._job = job = launch.job
         cleanup.callback(events.emit, "agent_ended", job=job.run_id)
         self._reap = cleanup.enter_context(adopted())
         self._selector = cleanup.enter_context(selectors.DefaultSelector())
@@ -594,6 +588,7 @@ def _served_job(launch: Launch, cleanup: ExitStack) -> Job:
         log.info("OMP_NUM_THREADS=1 for each rank, so that they share the processor; set it to tune")
     return dataclasses.replace(
         launch.job,
+        run_id=launch.job.run_id or str(uuid.uuid4()),
         timer_file=cleanup.enter_context(watchdog(launch.job.run_id)),
         signals=",".join(signum.name for signum in launch.signals),
         devices=f"/proc/{os.getpid()}/fd/{locks}:{launch.devices}" if launch.devices else "",

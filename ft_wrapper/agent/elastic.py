@@ -30,7 +30,7 @@ from . import health
 from .agent import Launch, run_agent
 from .group import Counts as Counts
 from .group import Group
-from .nodes import EXIT_BARRIER_TIMEOUT, Nodes
+from .nodes import EXIT_BARRIER_TIMEOUT
 from .nodes import CannotStart as CannotStart
 from .policy import RANK_RESTARTS
 from .policy import Policy as Policy
@@ -229,19 +229,16 @@ class LocalElasticAgent(SimpleElasticAgent):
         stack.callback(self._health_check_server.stop)
         return stack
 
-    def _meet(self) -> Nodes:
-        return classic_nodes.ClassicNodes(self._spec, self._exit_barrier_timeout)
-
     def _run_to_end(self) -> End:
-        if not self._call:
-            return run_agent(self._launch, self._logs_specs, self._meet, self._group, self._answer)
+        launch, nodes = self._launch, classic_nodes.ClassicNodes(self._spec, self._exit_barrier_timeout)
         with tempfile.TemporaryDirectory(prefix="ft_wrapper_call_") as folder:
-            call_function.write_call(folder, self._call)
-            program = python_program(call_function.__name__, [folder, LOCAL_RANK], is_module=True)
-            launch = dataclasses.replace(self._launch, program=program)
-            end = run_agent(launch, self._logs_specs, self._meet, self._group, self._answer)
+            if self._call:
+                call_function.write_call(folder, self._call)
+                program = python_program(call_function.__name__, [folder, LOCAL_RANK], is_module=True)
+                launch = dataclasses.replace(launch, program=program)
+            end = run_agent(launch, self._logs_specs, nodes, self._group, self._answer)
             where = self._group.round
-            if where is not None and self._group.state is WorkerState.SUCCEEDED:
+            if where is not None and self._call and self._group.state is WorkerState.SUCCEEDED:
                 for rank in self._group.succeeded:
                     with contextlib.suppress(FileNotFoundError):
                         self._returned[where.rank(rank)] = call_function.read_result(folder, rank)

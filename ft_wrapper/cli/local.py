@@ -11,10 +11,11 @@ import os
 import socket
 import stat
 import tempfile
-import threading
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from ..store.bounded import in_background
 
 log = logging.getLogger(__name__)
 
@@ -54,10 +55,7 @@ def served(job: Callable[[], LocalJob]) -> Iterator[None]:
         except OSError as error:
             log.info("ftrun status finds this job only by its endpoint: %s", error)
         else:
-            thread = threading.Thread(
-                target=_answer, args=(listening, job), name="ft_wrapper-status", daemon=True
-            )
-            thread.start()
+            thread = in_background("answering ftrun status", lambda: _answer(listening, job))
             opened.callback(thread.join, _PATIENCE)
             opened.callback(listening.shutdown, socket.SHUT_RDWR)  # wakes the thread
         yield

@@ -69,7 +69,9 @@ def run(options: Options) -> int:
             log_dir = cleanup.enter_context(_log_folder(options))
             cleanup.enter_context(options.environment())
             events.check_events_file()
-            end = run_agent(options, options.logs(log_dir), lambda: _meet(options, cleanup))
+            nodes = meet(options)
+            cleanup.enter_context(served(lambda: local_job(options, nodes)))
+            end = run_agent(options, options.logs(log_dir), nodes)
             replace_broken_streams()
         except (OSError, CannotStart) as error:
             words = " ".join(str(error).split())
@@ -102,12 +104,6 @@ def _conclude(options: Options, result: JobResult) -> int:
             with suppress(OSError):
                 os.unlink(part)
     return result.exit_code
-
-
-def _meet(options: Options, cleanup: ExitStack) -> Nodes:
-    nodes = meet(options)
-    cleanup.enter_context(served(lambda: local_job(options, nodes)))
-    return nodes
 
 
 # Before and after ------------------------------------------------------------------------------------------
