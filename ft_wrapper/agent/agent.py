@@ -204,32 +204,29 @@ def _await_others(end: End, nodes: Nodes, signals: SignalQueue) -> End:
 
 def _wait(end: End, nodes: Nodes, signals: SignalQueue) -> End:
     """Waits until all other nodes are done; returns the updated end."""
-    with selectors.DefaultSelector() as selector:
-        for waited_for in (signals.fd, nodes.inbox):
-            selector.register(waited_for, selectors.EVENT_READ)
-        while True:
-            selector.select()
-            for signum in signals.read():
-                if signum in signals.ending:
-                    name = signal_name(signum)
-                    log.warning("%s: this node leaves; its ranks had ended", name)
-                    nodes.leave(f"it was ended by {name}")
-                    return dataclasses.replace(end, signum=signum, signal=name)
-            for news in nodes.inbox.take():
-                if news.what in (What.DRAIN, What.LEAVE, What.CHECKPOINT, What.NOTICE):
-                    continue  # no rank is left here
-                if news.why:
-                    log.warning("%s", news.why)
-                if news.what is What.GONE:
-                    continue  # no node waits for it
-                if news.what is What.COME:
-                    return dataclasses.replace(end, again=True)
-                if news.what is What.OVER:
-                    return dataclasses.replace(end, ended_by=news.why, elsewhere=news.result)
-                end = dataclasses.replace(end, closed=True, elsewhere=worst((end.elsewhere, news.result)))
-                if end.lost and news.result is not None and news.result.exit_code == DONE:
-                    return dataclasses.replace(end, failures=[], forgiven=[*end.forgiven, *end.failures])
-                return end
+    while True:
+        connection.wait([signals.fd, nodes.inbox.fileno()])
+        for signum in signals.read():
+            if signum in signals.ending:
+                name = signal_name(signum)
+                log.warning("%s: this node leaves; its ranks had ended", name)
+                nodes.leave(f"it was ended by {name}")
+                return dataclasses.replace(end, signum=signum, signal=name)
+        for news in nodes.inbox.take():
+            if news.what in (What.DRAIN, What.LEAVE, What.CHECKPOINT, What.NOTICE):
+                continue  # no rank is left here
+            if news.why:
+                log.warning("%s", news.why)
+            if news.what is What.GONE:
+                continue  # no node waits for it
+            if news.what is What.COME:
+                return dataclasses.replace(end, again=True)
+            if news.what is What.OVER:
+                return dataclasses.replace(end, ended_by=news.why, elsewhere=news.result)
+            end = dataclasses.replace(end, closed=True, elsewhere=worst((end.elsewhere, news.result)))
+            if end.lost and news.result is not None and news.result.exit_code == DONE:
+                return dataclasses.replace(end, failures=[], forgiven=[*end.forgiven, *end.failures])
+            return end
 
 
 # One round -------------------------------------------------------------------------------------------------
@@ -343,13 +340,10 @@ class Loop:
 
     def _select(self) -> list[selectors.SelectorKey]:
         """Waits for the next event, or until something is due."""
-        now = time.monotonic()
-        due = self._ranks.due()
-        # epoll waits for at most about 25 days.
-        timeout = None if due is None else min(max(0.0, due - now), 1e6)
-        if self._standby is not None and self._ranks.are_asked_for:
-            # Its answers are read first, so a late look for an overdue one does no harm.
-            timeout = STANDBY_TIMEOUT if timeout is None else min(timeout, STANDBY_TIMEOUT)
+        # The template's answers are read first, so a late look for an overdue one does no harm. Else epoll
+        # waits for at most about 25 days.
+        longest = STANDBY_TIMEOUT if self._ranks.are_asked_for else 1e6
+        timeout = min(max(0.0, self._ranks.due() - time.monotonic()), longest)
         return [key for key, _ in self._selector.select(timeout)]
 
     def _do_what_is_due(self) -> None:
@@ -439,7 +433,8 @@ class Loop:
 
     def _report(self, report: ranks.ReportFailure) -> None:
         failure = report.failure
-        running = sum(not process.has_ended() for process in self._running.values())
+        pidfds = [process.pidfd for process in self._running.values()]
+        running = len(pidfds) - len(connection.wait(pidfds, 0))
         level = logging.INFO if failure.ended_by else logging.WARNING
         others = f"; {running} still running on this node" if running else ""
         words = "rank %d (pid %d): %s%s; %s"

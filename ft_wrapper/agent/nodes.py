@@ -237,14 +237,12 @@ class Nodes:
         term = self.inbox.term
 
         def run() -> None:
-            news = News(What.CLOSED)
             try:
                 news = wait()
-            except (elastic.RendezvousError, StoreError, DistError) as error:
+            except Exception as error:
                 why = f"the other nodes are not waited for: {error}"
                 news = News(What.CLOSED, why, result=JobResult(INFRASTRUCTURE, why))
-            finally:
-                self.inbox.put(term, news)
+            self.inbox.put(term, news)
 
         in_background("exit barrier", run)
 

@@ -211,10 +211,6 @@ class RankProcess:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.pidfd, signum)
 
-    def has_ended(self) -> bool:
-        """Whether its end has come; it may not have been reaped yet."""
-        return os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
-
     def reap(self) -> int:
         """Reaps the ended process; ends its helpers if it failed; closes the pidfd.
 

@@ -9,6 +9,7 @@ A stop ends those that run, and takes back what is asked for or due. It is follo
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable
 from typing import Protocol, TypeVar
 
@@ -282,12 +283,12 @@ class Ranks:
         """Whether a start is still wanted."""
         return self._ranks.get(start.rank) == _Asked(start.incarnation)
 
-    def due(self) -> float | None:
-        """When the next `tick` is due, in the clock's seconds; None if only events count."""
+    def due(self) -> float:
+        """When the next `tick` is due, in the clock's seconds; infinity if only events count."""
         moments = [state.at for state in self._ranks.values() if isinstance(state, _Due)]
         moments += [at for at, _ in self._later.values()]
         moments += [leaving.at for leaving in self._running_but_leaving().values()]
-        return min(moments, default=None)
+        return min(moments, default=math.inf)
 
     def decides(self, rank: int) -> bool:
         """Whether a failure of a local rank leads to a decision, which takes `JobFacts`."""

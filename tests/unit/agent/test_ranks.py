@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import signal
 from collections.abc import Sequence
 from typing import Any
@@ -196,8 +197,8 @@ def test_a_process_is_forked_ahead_a_while_after_the_last_start() -> None:
     assert due == node.now + SPARE_DELAY
     assert node.tick(SPARE_DELAY) == [ForkAhead()]
     assert node.tick() == []
-    assert node.ranks.due() is None
-    assert Node(policy=Policy.GROUP).run().ranks.due() is None, "none is replaced"
+    assert node.ranks.due() == math.inf
+    assert Node(policy=Policy.GROUP).run().ranks.due() == math.inf, "none is replaced"
 
 
 # A rank is replaced ------------------------------------------------------------------------------------
@@ -342,7 +343,7 @@ def test_who_does_not_end_in_time_is_killed_once() -> None:
     assert node.ranks.due() == node.now + GRACE
     assert node.tick(GRACE) == [Kill()]
     assert node.tick(GRACE) == []
-    assert node.ranks.due() is None
+    assert node.ranks.due() == math.inf
     assert node.fails(0, exitcode=-9) == []
     assert node.ranks.is_over
 
@@ -718,7 +719,7 @@ def test_signals_to_many_processes_are_one_notice() -> None:
 def test_ranks_that_wait_at_their_end_are_ended_once_another_one_has_failed_for_good() -> None:
     node = Node(3).run()
     assert node.tick(SPARE_DELAY) == [ForkAhead()]
-    assert node.ranks.due() is None, "no rank has failed"
+    assert node.ranks.due() == math.inf, "no rank has failed"
     node.job.given_up = pid(2)
     assert without_words(node.fails(2)) == []
     assert node.tick(END_LIMIT) == [AskEnd()]
