@@ -5,7 +5,6 @@ The agent's main thread writes it. Other threads read: what changes is replaced 
 
 import bisect
 import collections
-import copy
 import dataclasses
 import itertools
 import logging
@@ -187,11 +186,11 @@ class Histogram:
         return list(itertools.accumulate(self.counts))
 
 
-@dataclasses.dataclass
-class KnownOfRanks:
-    """What is known at a moment.
+class RankMetrics:
+    """Counts the restarts of a node's ranks, and reads how far they are; for use in any thread.
 
-    Args:
+    Attributes:
+        ranks: where they are found: `MonitorService.ranks`, once there is one.
         states: how many processes are in each of `RANK_STATES`, without those that are gone.
         iteration: the newest one, by its global number; None before there is one.
         step: the last one that was reported; None before that.
@@ -200,27 +199,15 @@ class KnownOfRanks:
         phases: how long restarts took, by `PHASES`.
     """
 
-    states: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    iteration: int | None = None
-    step: int | None = None
-    progress: float | None = None
-    restarts: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    phases: Mapping[str, Histogram] = dataclasses.field(
-        default_factory=lambda: {phase: Histogram() for phase in PHASES}
-    )
-
-
-class RankMetrics:
-    """Counts the restarts of a node's ranks, and reads how far they are; for use in any thread.
-
-    Attributes:
-        ranks: where they are found: `MonitorService.ranks`, once there is one.
-    """
-
     def __init__(self) -> None:
         self.ranks: Callable[[], Iterable[tuple[RankMemory | None, bool]]] = tuple
+        self.states: Mapping[str, int] = {}
+        self.iteration: int | None = None
+        self.step: int | None = None
+        self.progress: float | None = None
+        self.restarts = collections.Counter[str]()
+        self.phases = {phase: Histogram() for phase in PHASES}
         self._lock = threading.Lock()
-        self._known = KnownOfRanks()  # as last read: a rank's memory goes with its process
 
     def restarted(self, cause: str, phases: Mapping[str, float]) -> None:
         """All ranks are back.
@@ -230,25 +217,24 @@ class RankMetrics:
             phases: seconds by `PHASES`, without those that are not known.
         """
         with self._lock:
-            self._known.restarts[cause] += 1
-            for phase in self._known.phases.keys() & phases.keys():
-                self._known.phases[phase].observe(phases[phase])
+            self.restarts[cause] += 1
+            for phase in self.phases.keys() & phases.keys():
+                self.phases[phase].observe(phases[phase])
 
-    def read(self) -> KnownOfRanks:
-        """What is known now."""
+    def read(self) -> None:
+        """Reads the memory of the ranks; what a process had there stays known after its end."""
         with self._lock:
-            ranks, known = list(self.ranks()), self._known
-            known.states = collections.Counter(
+            ranks = list(self.ranks())
+            self.states = collections.Counter(
                 _state(memory if is_in_call else None) for memory, is_in_call in ranks
             )
             memories = [memory for memory, _ in ranks if memory is not None and memory.iteration >= 0]
-            known.iteration = max((memory.iteration for memory in memories), default=known.iteration)
+            self.iteration = max((memory.iteration for memory in memories), default=self.iteration)
             # A step of the newest iteration counts, even if an older one got further.
             told = [(memory.iteration, memory.step) for memory in memories]
             steps = [(n, step) for n, step in told if step is not None]
-            _, known.step = max(steps, default=(0, known.step))
-            known.progress = max(known.progress or 0.0, *map(_progress, memories), 0.0) or None
-            return copy.deepcopy(known)
+            _, self.step = max(steps, default=(0, self.step))
+            self.progress = max(self.progress or 0.0, *map(_progress, memories), 0.0) or None
 
 
 def _state(memory: RankMemory | None) -> str:

@@ -63,7 +63,8 @@ class _Collector:
 
         counter = functools.partial(self._filled, core.CounterMetricFamily)
         gauge = functools.partial(self._filled, core.GaugeMetricFamily)
-        known = self._group.rank_metrics.read()
+        known = self._group.rank_metrics
+        known.read()
         restarts = _all(CAUSES, known.restarts)
         states = {**known.states, "gone": len(self._group.missing)}
         yield counter("restarts", "Restarts; one node counts each", restarts, "cause")
