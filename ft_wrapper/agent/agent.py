@@ -12,7 +12,7 @@ import shlex
 import signal
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from multiprocessing import connection
 
@@ -39,7 +39,7 @@ from .outputs import ERROR_FILE_ENV, Logs, count_kernel_kills, describe_exit, op
 from .policy import RANK_RESTARTS, JobFacts, JobOutcome, Policy, RestartPolicy
 from .process import INCARNATION_ENV, Job, Program, RankProcess, Request, adopted, start, with_local_rank
 from .rounds import BAD_NODE, DONE, INFRASTRUCTURE, End, Failure, JobResult, News, Round, What, worst
-from .signals import NOTICES, SHUTDOWN_TIMEOUT, SIGNALS, Signalled, SignalQueue, queued, signal_name
+from .signals import NOTICES, SHUTDOWN_TIMEOUT, Signalled, SignalQueue, queued, signal_name
 from .standby import Standby
 from .torch_api.timers import watchdog
 
@@ -67,13 +67,13 @@ class Launch:
         program: what each rank runs.
         policy: whether a rank that fails is restarted alone, or all are.
         max_rank_restarts: how often each rank may be restarted alone.
-        signals: signals that are forwarded to them, and end them.
+
         shutdown_timeout: seconds from a signal that ends ranks to SIGKILL.
         drain_timeout: seconds that SIGTERM gives ranks to reach their next step, if the other nodes go on
             without this one; 0: it ends them.
         forks: whether they are forked from a process that has imported torch, where that is possible.
         log_line_prefix: what comes before the lines that are shown; see `Logs`.
-        devices: of this node, if it has more ranks and some are spares: active ones get one each; else 0.
+
         notice_grace: seconds from SIGTERM to the scheduler's SIGKILL, if that is known; else 0.
     """
 
@@ -81,12 +81,12 @@ class Launch:
     program: Program
     policy: Policy
     max_rank_restarts: int = RANK_RESTARTS
-    signals: Sequence[signal.Signals] = SIGNALS
+
     shutdown_timeout: float = SHUTDOWN_TIMEOUT
     drain_timeout: float = 0.0
     forks: bool = True
     log_line_prefix: str | None = None
-    devices: int = 0
+
     notice_grace: float = 0.0
 
 
@@ -110,7 +110,7 @@ def run_agent(
     try:
         with ExitStack() as cleanup:
             cleanup.callback(nodes.close)
-            queue = cleanup.enter_context(queued(launch.signals))
+            queue = cleanup.enter_context(queued(launch.job.signals))
             launch = dataclasses.replace(launch, job=_served_job(launch, cleanup))
             cleanup.enter_context(answer(group, nodes, launch.job.run_id))
             logs = cleanup.enter_context(Logs(specs, launch.job.role, launch.log_line_prefix))
@@ -585,6 +585,5 @@ def _served_job(launch: Launch, cleanup: ExitStack) -> Job:
         launch.job,
         run_id=launch.job.run_id or str(uuid.uuid4()),
         timer_file=cleanup.enter_context(watchdog(launch.job.run_id)),
-        signals=",".join(signum.name for signum in launch.signals),
-        devices=f"/proc/{os.getpid()}/fd/{locks}:{launch.devices}" if launch.devices else "",
+        locks=f"/proc/{os.getpid()}/fd/{locks}",
     )

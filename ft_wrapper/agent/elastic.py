@@ -13,7 +13,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE
@@ -140,6 +140,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             str(spec.rdzv_handler.get_run_id()),
             spec.max_restarts,
             virtual_local_rank=getattr(spec, "virtual_local_rank", False),  # not in older torch
+            signals=tuple(signals),
         )
         self._group = Group(job.role, job.nproc, job.max_restarts)
         self._launch = Launch(
@@ -147,7 +148,6 @@ class LocalElasticAgent(SimpleElasticAgent):
             Program(()) if self._call else program_of(str(spec.entrypoint), list(map(str, spec.args))),
             restart_policy,
             max_rank_restarts,
-            tuple(signals),
             shutdown_timeout,
             drain_timeout,
             standby,
@@ -247,11 +247,7 @@ class LocalElasticAgent(SimpleElasticAgent):
 
 def _refuse(spec: WorkerSpec) -> None:
     """Raises an error if the spec asks for something that this agent cannot do."""
-    without: Collection[tuple[str, str]] = (
-        ("numa_options", "bind the workers in their own code"),
-        ("duplicate_stdout_filters", "filter the log files"),
-        ("duplicate_stderr_filters", "filter the log files"),
-    )
-    for name, way_out in without:
-        if getattr(spec, name, None):
-            raise ValueError(f"WorkerSpec({name}={getattr(spec, name)!r}) is not supported: {way_out}")
+    for name in ("numa_options", "duplicate_stdout_filters", "duplicate_stderr_filters"):
+        if value := getattr(spec, name, None):
+            way_out = "filter the log files" if "filters" in name else "bind the workers in their own code"
+            raise ValueError(f"WorkerSpec({name}={value!r}) is not supported: {way_out}")

@@ -44,6 +44,7 @@ from ..store.tcp import SERVER_IS_LIBUV
 from .job_in_store import STORE_TIMEOUT, JobInStore
 from .node_check import NodeCheck, await_pass
 from .nodes import Nodes
+from .process import Job
 from .rounds import INFRASTRUCTURE, JobResult, News, Round, What, alone, worst
 
 log = logging.getLogger(__name__)
@@ -423,28 +424,18 @@ class OneNode(Nodes):
     """No other nodes: this one hosts the store of its ranks, a new one for each round.
 
     Args:
-        nproc: number of ranks.
-        address: of this host; the loopback when None, at which only this host reaches the store.
+        job: its ranks.
+        address: of this host; the loopback if empty, at which only this host reaches the store.
         port: where the store listens; 0 for a free port, another one in each round.
-        role: what the ranks do.
         check: what the node has to pass before each round; None: nothing.
     """
 
-    def __init__(
-        self,
-        nproc: int,
-        address: str | None = None,
-        port: int = 0,
-        *,
-        role: str = "default",
-        check: NodeCheck | None = None,
-    ) -> None:
+    def __init__(self, job: Job, address: str = "", port: int = 0, check: NodeCheck | None = None) -> None:
         super().__init__()
         self._check = check
-        self._nproc = nproc
+        self._job = job
         self._address = address or loopback()
         self._port = port
-        self._role = role
         self._rounds = 0
         self._of_round = contextlib.ExitStack()
         self._given = secret.job_secret()
@@ -468,7 +459,7 @@ class OneNode(Nodes):
         self._of_round.callback(server.close)
         self._watch(server)
         self._rounds += 1
-        return alone(host_port(self._address, server.port), self._nproc)
+        return alone(host_port(self._address, server.port), self._job.nproc)
 
     def drain(self, within: float, why: str, notice: Notice | None = None) -> str:
         return "no other node would be left"
@@ -484,16 +475,17 @@ class OneNode(Nodes):
     def _watch(self, server: TCPStoreServer) -> None:
         """Writes the record, and waits for commands in a thread, to the end of the round."""
         address = host_port(self._address, server.port)
-        node = Node(socket.gethostname(), self._rounds, self._address, self._nproc, self._role)
+        nproc, role = self._job.nproc, self._job.role
+        node = Node(socket.gethostname(), self._rounds, self._address, nproc, role)
         record = RendezvousRecord(
             min_nodes=1,
             max_nodes=1,
             round=self._rounds,
             complete=True,
             policy=RoundPolicy.RANK,
-            formation_size=self._nproc,
-            next_slot=self._nproc,
-            seats=(Seat(0, 0, self._nproc, self._role, node, node.id),),
+            formation_size=nproc,
+            next_slot=nproc,
+            seats=(Seat(0, 0, nproc, role, node, node.id),),
         )
         store, term = TCPStore(self._address, server.port, timeout=STORE_TIMEOUT), self.inbox.term
 

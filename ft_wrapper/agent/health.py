@@ -7,7 +7,6 @@ for Prometheus (`metrics`). A POST of ``/drain?within=SECONDS`` from this host a
 it is lost; one of ``/notice?within=SECONDS`` asks all ranks for a checkpoint.
 """
 
-import contextlib
 import errno
 import io
 import ipaddress
@@ -20,7 +19,8 @@ import socketserver
 import threading
 import time
 import urllib.parse
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from multiprocessing import connection
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
@@ -186,8 +186,7 @@ def facts(group: Group) -> dict[str, Any]:
     }
 
 
-@contextlib.contextmanager
-def health(group: Group, nodes: Nodes, run_id: str) -> Iterator[Health | None]:
+def health(group: Group, nodes: Nodes, run_id: str) -> AbstractContextManager[Health | None]:
     """Answers within the context, if the environment says where.
 
     Args:
@@ -204,8 +203,7 @@ def health(group: Group, nodes: Nodes, run_id: str) -> Iterator[Health | None]:
     """
     where = os.environ.get(ADDRESS_ENV)
     if where is None:
-        yield None
-        return
+        return nullcontext()
     host, port = _address(where)
     answer = application(group, nodes, run_id, _timeout())
     try:
@@ -214,13 +212,11 @@ def health(group: Group, nodes: Nodes, run_id: str) -> Iterator[Health | None]:
         if error.errno == errno.EADDRINUSE:
             words = "another program has this port: this agent answers no health checks; give each its own"
             log.warning("%s=%s: %s", ADDRESS_ENV, where, words)
-            yield None
-            return
+            return nullcontext()
         way_out = "choose a name or address of this host, and a port that is allowed"
         raise CannotStart(f"{ADDRESS_ENV}={where}: {error.strerror}; {way_out}") from error
-    with server:
-        log.info("the health endpoint is at %s", host_port(host or loopback(), server.server_port))
-        yield server
+    log.info("the health endpoint is at %s", host_port(host or loopback(), server.server_port))
+    return server
 
 
 def _address(where: str) -> tuple[str, int]:

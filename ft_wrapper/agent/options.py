@@ -547,12 +547,12 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
     is_named = backend or not (args.standalone or args.rdzv_id == DEFAULT_RDZV_ID)
     run_id = args.rdzv_id if is_named else ""
     nproc, active, virtual = args.nproc_per_node, nodes["active_world_size"], args.virtual_local_rank
+    signals, devices = _known_signals(parser, args), nodes["devices"]
     found = {
         **vars(args),
-        "job": Job(nproc, args.role, run_id, args.max_restarts or 0, active, virtual),
+        "job": Job(nproc, args.role, run_id, args.max_restarts or 0, active, virtual, signals, devices),
         "program": _program(parser, args),
         "script": args.training_script,
-        "signals": _known_signals(parser, args),
         "drain_timeout": _drain_timeout(parser, args, backend),
         "policy": policy,
         "forks": not (args.no_fork or args.no_standby),

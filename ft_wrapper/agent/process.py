@@ -82,9 +82,10 @@ class Job:
         max_restarts: how often the whole group may be restarted.
         active_world_size: how many ranks call the function of a wrapped job; None: as the wrapper says.
         virtual_local_rank: whether each rank sees only its own GPU.
+        signals: those that are forwarded to the ranks, and end them.
+        devices: of this node, if it has more ranks and some are spares: active ones get one each; else 0.
         timer_file: the named pipe of the watchdog; empty if there is none.
-        signals: names of those that end the ranks, with commas.
-        devices: `DEVICES_ENV` for the ranks, where there are more of them than devices; else empty.
+        locks: the file by which ranks share the devices.
     """
 
     nproc: int
@@ -93,9 +94,10 @@ class Job:
     max_restarts: int
     active_world_size: int | None = None
     virtual_local_rank: bool = False
+    signals: tuple[signal.Signals, ...] = ()
+    devices: int = 0
     timer_file: str = ""
-    signals: str = ""
-    devices: str = ""
+    locks: str = ""
 
     def shared_environment(self) -> dict[str, str]:
         """What libraries read at import: it must be there before any rank is forked."""
@@ -110,7 +112,7 @@ class Job:
         if self.shares_processor():
             variables["OMP_NUM_THREADS"] = "1"
         if self.signals:
-            variables["TORCHELASTIC_SIGNALS_TO_HANDLE"] = self.signals
+            variables["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(each.name for each in self.signals)
         if (form := log_lines.chosen_format()) != os.environ.get(log_lines.FORMAT_ENV, log_lines.TEXT):
             variables[log_lines.FORMAT_ENV] = form
         if self.timer_file:
@@ -138,8 +140,8 @@ class Job:
             device = str(local_rank) if visible is None else visible.split(",")[local_rank].strip()
             own |= {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": device}
         if self.devices:
-            own[DEVICES_ENV] = self.devices
-            own["LOCAL_RANK"] = str(local_rank % int(self.devices.rpartition(":")[2]))
+            own[DEVICES_ENV] = f"{self.locks}:{self.devices}"
+            own["LOCAL_RANK"] = str(local_rank % self.devices)
         return {
             **self.shared_environment(),
             ANNOUNCED: where.store,

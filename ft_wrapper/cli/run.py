@@ -204,8 +204,7 @@ def meet(options: Options) -> Nodes:
             words = "--master-addr %s leads to no address of this host: its ranks use %s"
             log.warning(words, address, loopback())
             address = ""
-        at, check = (address, options.port), options.node_check
-        return OneNode(options.job.nproc, *at, role=options.job.role, check=check)
+        return OneNode(options.job, address, options.port, options.node_check)
     if parameters.backend in (NAME, *ETCD_NAMES):
         return _ft(options, parameters)
     return _classic(options, parameters)

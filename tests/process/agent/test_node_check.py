@@ -19,6 +19,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from ft_wrapper.agent.ft_nodes import OneNode
 from ft_wrapper.agent.node_check import LONGEST_WAIT, NodeCheck, await_pass
 from ft_wrapper.agent.options import Options, parse_args
+from ft_wrapper.agent.process import Job
 from ft_wrapper.agent.signals import Signalled, queued
 
 MEET = ("--nnodes", "2", "--rdzv-endpoint", "head:29400")
@@ -75,7 +76,7 @@ def test_tries_are_limited() -> None:
 
 
 def test_a_node_that_is_alone_does_not_begin() -> None:
-    node = OneNode(1, check=NodeCheck("echo no disk; exit 1", retries=0))
+    node = OneNode(Job(1, "default", "", 0), check=NodeCheck("echo no disk; exit 1", retries=0))
     with pytest.raises(RendezvousError, match="this node has failed its check: --node-check: no disk"):
         node.next_round()
     node.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import socket
@@ -15,7 +16,6 @@ from torch.distributed.run import get_args_parser
 from ft_wrapper import Compose, Wrapper
 from ft_wrapper.agent.options import Options, make_parser, parse_args
 from ft_wrapper.agent.outputs import Logs
-from ft_wrapper.agent.process import Job
 from ft_wrapper.agent.rounds import alone
 from ft_wrapper.cli.run import meet
 from ft_wrapper.rank_assignment import MaxActiveWorldSize, ShiftRanks
@@ -151,9 +151,7 @@ def agreed(*arguments: str) -> dict[str, str]:
 
 
 def environment(options: Options, local_rank: int) -> dict[str, str]:
-    active, virtual = options.job.active_world_size, options.job.virtual_local_rank
-    devices = f"/locks:{options.devices}" if options.devices else ""
-    job = Job(options.job.nproc, "default", "job", 0, active, virtual, devices=devices)
+    job = dataclasses.replace(options.job, locks="/locks")
     return job.environment(local_rank, 0, alone("here:1", options.job.nproc))
 
 
@@ -183,7 +181,7 @@ SPARE = ("--nproc-per-node", "5", "--active-world-size", "4")
 def test_devices(monkeypatch: pytest.MonkeyPatch, line: str, gpus: int, devices: int) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     options = parsed(*SPARE, *line.split())
-    assert (options.devices, options.warnings) == (devices, ())
+    assert (options.job.devices, options.warnings) == (devices, ())
     found = [environment(options, rank)["LOCAL_RANK"] for rank in range(5)]
     assert found == [str(rank % (devices or 5)) for rank in range(5)]
     assert environment(options, 4).get("FT_WRAPPER_DEVICES") == (f"/locks:{devices}" if devices else None)

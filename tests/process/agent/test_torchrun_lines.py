@@ -172,7 +172,7 @@ def test_an_option_that_the_installed_torchrun_does_not_have_yet(monkeypatch: py
     options = parsed(
         "--log-line-prefix-template", "<>", "--signals_to_handle", "SIGTERM", "--virtual-local-rank"
     )
-    assert (options.log_line_prefix, options.signals) == ("<>", (signal.SIGTERM,))
+    assert (options.log_line_prefix, options.job.signals) == ("<>", (signal.SIGTERM,))
     assert options.job.virtual_local_rank
     assert len(parsed("--numa-binding", "node", "--event-log-handler", "console").warnings) == 2
 
