@@ -147,10 +147,7 @@ def run_rounds(nodes: Nodes, loop: "Loop", signals: SignalQueue) -> End:
             if where.group_rank == 0:
                 log.info("see how the job stands: ftrun status %s", shlex.quote(where.store))
         except Signalled as signalled:
-            name = signal_name(signalled.signum)
-            log.warning("%s: this node leaves before the rendezvous is complete", name)
-            nodes.leave(f"it was ended by {name}")
-            return End(signum=signalled.signum, signal=name)
+            return _left(End(), signalled.signum, nodes, "before the rendezvous is complete")
         except elastic.RendezvousGracefulExitError as error:
             log.info("%s", error)
             return End(elsewhere=nodes.closed_with())
@@ -208,10 +205,7 @@ def _wait(end: End, nodes: Nodes, signals: SignalQueue) -> End:
         connection.wait([signals.fd, nodes.inbox.fileno()])
         for signum in signals.read():
             if signum in signals.ending:
-                name = signal_name(signum)
-                log.warning("%s: this node leaves; its ranks had ended", name)
-                nodes.leave(f"it was ended by {name}")
-                return dataclasses.replace(end, signum=signum, signal=name)
+                return _left(end, signum, nodes, "after its ranks have ended")
         for news in nodes.inbox.take():
             if news.what in (What.DRAIN, What.LEAVE, What.CHECKPOINT, What.NOTICE):
                 continue  # no rank is left here
@@ -227,6 +221,14 @@ def _wait(end: End, nodes: Nodes, signals: SignalQueue) -> End:
             if end.lost and news.result is not None and news.result.exit_code == DONE:
                 return dataclasses.replace(end, failures=[], forgiven=[*end.forgiven, *end.failures])
             return end
+
+
+def _left(end: End, signum: int, nodes: Nodes, when: str) -> End:
+    """A signal has ended this node's part while no rank ran: notifies the other nodes."""
+    name = signal_name(signum)
+    log.warning("%s: this node leaves %s", name, when)
+    nodes.leave(f"it was ended by {name}")
+    return dataclasses.replace(end, signum=signum, signal=name)
 
 
 # One round -------------------------------------------------------------------------------------------------
@@ -318,14 +320,18 @@ class Loop:
         self._do_what_is_due()
         has_orphans = False
         while not self._ranks.is_over:
-            ready, arrived = self._select(), signals.read()
+            # The template's answers are read first, so a late look for an overdue one does no harm. Else
+            # epoll waits for at most about 25 days.
+            longest = STANDBY_TIMEOUT if self._ranks.are_asked_for else 1e6
+            timeout = min(max(0.0, self._ranks.due() - time.monotonic()), longest)
+            ready, arrived = self._selector.select(timeout), signals.read()
             for signum in arrived:  # before the ends, which it may have caused
                 if signum in signals.ending:
                     self._carry_out(self._ranks.signalled(signum, signal_name(signum)))
                 elif signum in NOTICES:
                     self._notify(signum)
                     self._carry_out(self._ranks.noticed("SIGUSR1") if signum == signal.SIGUSR1 else [])
-            for key in ready:
+            for key, _ in ready:
                 if isinstance(key.data, RankProcess):
                     self._take_end(key.data)
                 elif key.data is self._standby and self._standby is not None:
@@ -337,14 +343,6 @@ class Loop:
         return self._ranks.end(self._outcome(self._ranks.needs_outcome_at_end))
 
     # Waiting -------------------------------------------------------------------------------------------
-
-    def _select(self) -> list[selectors.SelectorKey]:
-        """Waits for the next event, or until something is due."""
-        # The template's answers are read first, so a late look for an overdue one does no harm. Else epoll
-        # waits for at most about 25 days.
-        longest = STANDBY_TIMEOUT if self._ranks.are_asked_for else 1e6
-        timeout = min(max(0.0, self._ranks.due() - time.monotonic()), longest)
-        return [key for key, _ in self._selector.select(timeout)]
 
     def _do_what_is_due(self) -> None:
         if self._standby is not None and self._standby.overdue(STANDBY_TIMEOUT):
@@ -460,9 +458,9 @@ class Loop:
         request = Request(asked.rank, asked.incarnation, files, environment, asked.is_replaced)
         if self._standby is None:
             self._execute(request)
-            return
-        self._standby.ask(request)
-        self._take_answers(self._standby)
+        else:
+            self._standby.ask(request)
+            self._take_answers(self._standby)
 
     def _execute(self, request: Request) -> None:
         with ExitStack() as streams:
@@ -480,10 +478,8 @@ class Loop:
         except OSError as error:
             self._logs.close(rank, incarnation)
             words, number = f"cannot be started: {error}", self._ranks.round.rank(rank)
-            how = describe_exit(1)
-            failure = Failure(number, 0, 1, time.time(), words, "", incarnation, how=how)
-            facts = self._in_store.facts_of(number, 0)
-            self._carry_out(self._ranks.not_started(rank, failure, facts))
+            failure = Failure(number, 0, 1, time.time(), words, "", incarnation, how=describe_exit(1))
+            self._carry_out(self._ranks.not_started(rank, failure, self._in_store.facts_of(number, 0)))
 
     def _execute_or_fail(self, request: Request) -> None:
         with self._or_failed(request.rank, request.incarnation):
@@ -521,10 +517,10 @@ class Loop:
         for request, answer in answers:
             if isinstance(answer, int):
                 self._add(request, answer)
-                continue
-            rank = self._ranks.round.rank(request.rank)
-            log.warning("rank %d is started without the standby process: %s", rank, answer)
-            self._execute_or_fail(request)
+            else:
+                rank = self._ranks.round.rank(request.rank)
+                log.warning("rank %d is started without the standby process: %s", rank, answer)
+                self._execute_or_fail(request)
 
     def _do_without_standby(self, why: str) -> None:
         log.warning("the standby process %s: ranks are started without it", why)

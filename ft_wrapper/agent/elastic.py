@@ -14,7 +14,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE
 from torch.distributed.elastic.agent.server.api import ElasticAgent as ElasticAgent
@@ -41,11 +41,6 @@ from .torch_api import call_function, classic_nodes
 from .torch_api.types import process_failures, program_of, worker_group
 
 log = logging.getLogger(__name__)
-
-
-def _never(*_: Any) -> NoReturn:
-    """Replaces what torch's agents do for their workers: here, `run_agent` does it."""
-    raise NotImplementedError
 
 
 class LocalElasticAgent(SimpleElasticAgent):
@@ -99,8 +94,8 @@ class LocalElasticAgent(SimpleElasticAgent):
         ValueError: the spec asks for something that this agent cannot do.
     """
 
-    # Torch's class reports, by events and metrics.
-    _start_workers = _stop_workers = _monitor_workers = _shutdown = _never  # type: ignore[assignment]
+    # Torch's class reports, by events and metrics; `run_agent` does all else.
+    _start_workers = _stop_workers = _monitor_workers = _shutdown = None  # type: ignore[assignment]
 
     def __init__(
         self,

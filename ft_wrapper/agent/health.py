@@ -143,8 +143,8 @@ def application(group: Group, nodes: Nodes, run_id: str, timeout: float) -> "WSG
             return _pass_on(request, environ, start_response, nodes.inbox)
         alive = nodes.inbox.is_attended(timeout)
         body = json.dumps({"alive": alive, **facts(group)}).encode()
-        headers = [("Content-Type", "application/json"), ("Content-Length", str(len(body)))]
-        start_response("200 OK" if alive else "503 Service Unavailable", headers)
+        status = "200 OK" if alive else "503 Service Unavailable"
+        start_response(status, [("Content-Type", "application/json")])
         return [body]
 
     return answer

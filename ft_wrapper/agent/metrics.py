@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from ..attribution import Interruption
-from .group import BOUNDS, PHASES, RANK_STATES, Group, Histogram
+from .group import BOUNDS, RANK_STATES, Group
 from .nodes import Nodes
 
 if TYPE_CHECKING:
@@ -68,7 +68,12 @@ class _Collector:
         restarts = _all(CAUSES, known.restarts)
         states = {**known.states, "gone": len(self._group.missing)}
         yield counter("restarts", "Restarts; one node counts each", restarts, "cause")
-        yield self._histogram("restart_seconds", "How long restarts took, by phase", known.phases)
+        words, labels = "How long restarts took, by phase", ["run_id", "phase"]
+        seconds = core.HistogramMetricFamily("ft_wrapper_restart_seconds", words, labels=labels)
+        for phase, taken in known.phases.items():
+            buckets = list(zip([*map(str, BOUNDS), "+Inf"], taken.cumulative(), strict=True))
+            seconds.add_metric([self._run_id, phase], buckets, taken.sum)
+        yield seconds
         yield gauge("ranks", "Ranks of this node", _all(RANK_STATES, states), "state")
         yield gauge("iteration", "Number of the global restart iteration", known.iteration)
         yield gauge("step", "The step reported last", known.step)
@@ -99,16 +104,6 @@ class _Collector:
                 made.add_metric([self._run_id, labelled], value)
         elif values is not None:
             made.add_metric([self._run_id], values)
-        return made
-
-    def _histogram(self, name: str, words: str, values: Mapping[str, Histogram]) -> "Metric":
-        from prometheus_client.core import HistogramMetricFamily
-
-        made = HistogramMetricFamily(f"ft_wrapper_{name}", words, labels=["run_id", "phase"])
-        bounds = [*map(str, BOUNDS), "+Inf"]
-        for phase in PHASES:
-            counts = values[phase].cumulative()
-            made.add_metric([self._run_id, phase], list(zip(bounds, counts, strict=True)), values[phase].sum)
         return made
 
 

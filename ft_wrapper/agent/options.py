@@ -760,10 +760,11 @@ def _devices(parser: Parser, args: argparse.Namespace, most: int, spares: int, a
             f"--virtual-local-rank: CUDA_VISIBLE_DEVICES={visible} has fewer GPUs than there are ranks with "
             f"--nproc-per-node {nproc}; start as many ranks as GPUs"
         )
-    count = 0 if is_auto else args.devices_per_node or 0
+
     if active is None or active >= (most + spares) * nproc:
         return 0
-    count = torch.cuda.device_count() if is_auto else count  # it asks NVML, and makes no context
+    # Asking for GPUs asks NVML, and makes no context.
+    count = torch.cuda.device_count() if is_auto else args.devices_per_node or 0
     if not 2 <= count < nproc:  # ranks that share a single one are assumed to do so on purpose
         return 0
     given = f"--spare-nodes {spares}" if spares else f"--active-world-size {active}"

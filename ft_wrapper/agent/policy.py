@@ -168,7 +168,9 @@ class RestartPolicy:
             facts: of the job, and of the process.
             is_first: whether it was the rank's first process.
         """
-        if not self._is_alone(facts):
+        # For good: a job that has formed goes on in its ranks.
+        self._has_formed = self._has_formed or facts.formed
+        if self._policy is Policy.GROUP or (self._policy is Policy.AUTO and not self._has_formed):
             return self._for_group()
         most, budget = self._max_rank_restarts, self._budget(rank)
         if facts.gave_up:
@@ -182,13 +184,6 @@ class RestartPolicy:
             why = f"it is started again{when} ({most - budget.left} of {most})"
             return Verdict(Remedy.REPLACE, why, delay)
         return Verdict(Remedy.LEAVE_OUT, f"not started again: {why}")
-
-    def _is_alone(self, facts: JobFacts) -> bool:
-        if self._policy is Policy.AUTO:
-            # For good: a job that has formed goes on in its ranks.
-            self._has_formed = self._has_formed or facts.formed
-            return self._has_formed
-        return self._policy is Policy.RANK
 
     def _for_group(self) -> Verdict:
         if self.restarts >= self._max_restarts:

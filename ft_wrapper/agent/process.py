@@ -308,14 +308,10 @@ def adopted() -> Iterator[Callable[[Collection[int]], None]]:
             for pid in {child.pid for child in psutil.Process().children()}.difference(others, ours):
                 os.waitpid(pid, os.WNOHANG)
 
-    _set_subreaper(True)
+    if prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
     try:
         yield reap
         reap(())
     finally:
-        _set_subreaper(False)
-
-
-def _set_subreaper(on: bool) -> None:
-    if prctl(_PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
+        prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)

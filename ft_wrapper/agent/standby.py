@@ -115,7 +115,7 @@ class Standby:
         self._wants_spare = self._has_all = False
         self._restored = os.environ.get(_BLAS_THREADS)
         # Messages, each as a whole, with the descriptors that belong to it.
-        self._socket, theirs = _socketpair()
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         kind = "-m" if program.is_module else "-"
         with ExitStack() as cleanup:
             cleanup.callback(self._socket.close)
@@ -227,7 +227,7 @@ class Standby:
         return requests
 
     def _fork(self) -> None:
-        self._asked, theirs = _socketpair()
+        self._asked, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             socket.send_fds(self._socket, [_FORK], [theirs.fileno()])
 
@@ -260,10 +260,6 @@ class Standby:
         os.kill(spare.pid, signal.SIGCONT)  # a signal may have stopped it
         spare.orders.close()
         return spare.pid
-
-
-def _socketpair() -> tuple[socket.socket, socket.socket]:
-    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 # In the template -------------------------------------------------------------------------------------------

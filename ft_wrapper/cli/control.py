@@ -208,11 +208,9 @@ def drain(endpoint: str, target: str, within: float, why: str) -> str:
         ranks = job.ranks()
         slots, least = (set[int](), 0) if ranks is None else drains.living_slots(ranks)
 
-        def with_it(record: RendezvousRecord) -> RendezvousRecord:
-            return drains.request(record, drains.find(record, target, within, why), slots, least)
-
-        record = job.change(with_it)
-        asked = drains.find(record, target, within, why)
+        find = functools.partial(drains.find, target=target, within=within, why=why)
+        record = job.change(lambda record: drains.request(record, find(record), slots, least))
+        asked = find(record)
         leaving = slots.intersection(drains.drained_slots(record, asked))
         if ranks is None or not leaving:
             return f"{target} is drained: no rank of a wrapped job was there"
