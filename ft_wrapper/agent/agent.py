@@ -51,7 +51,6 @@ Answer = Callable[[Group, Nodes, str], AbstractContextManager[object]]
 KILL_TIMEOUT = 10.0
 # Seconds that the template may take to import torch, from a slow file system, and to fork a rank.
 STANDBY_TIMEOUT = 300.0
-
 # Of this process, per rank: connections to the store, if it is hosted here, and the monitor's files.
 _FILES_OF_A_RANK = 12
 _FILES_OF_ALL = 16  # what the ranks have in common
@@ -67,13 +66,11 @@ class Launch:
         program: what each rank runs.
         policy: whether a rank that fails is restarted alone, or all are.
         max_rank_restarts: how often each rank may be restarted alone.
-
         shutdown_timeout: seconds from a signal that ends ranks to SIGKILL.
         drain_timeout: seconds that SIGTERM gives ranks to reach their next step, if the other nodes go on
             without this one; 0: it ends them.
         forks: whether they are forked from a process that has imported torch, where that is possible.
         log_line_prefix: what comes before the lines that are shown; see `Logs`.
-
         notice_grace: seconds from SIGTERM to the scheduler's SIGKILL, if that is known; else 0.
     """
 
@@ -81,12 +78,10 @@ class Launch:
     program: Program
     policy: Policy
     max_rank_restarts: int = RANK_RESTARTS
-
     shutdown_timeout: float = SHUTDOWN_TIMEOUT
     drain_timeout: float = 0.0
     forks: bool = True
     log_line_prefix: str | None = None
-
     notice_grace: float = 0.0
 
 
@@ -109,8 +104,8 @@ def run_agent(
     group = group or Group(launch.job.role, launch.job.nproc, launch.job.max_restarts)
     try:
         with ExitStack() as cleanup:
-            cleanup.callback(nodes.close)
             queue = cleanup.enter_context(queued(launch.job.signals))
+            cleanup.callback(nodes.close)
             launch = dataclasses.replace(launch, job=_served_job(launch, cleanup))
             cleanup.enter_context(answer(group, nodes, launch.job.run_id))
             logs = cleanup.enter_context(Logs(specs, launch.job.role, launch.log_line_prefix))
@@ -268,7 +263,6 @@ class Loop:
         self._selector = cleanup.enter_context(selectors.DefaultSelector())
         for waited_for in (signals.fd, nodes.inbox):
             self._selector.register(waited_for, selectors.EVENT_READ)
-
         service = MonitorService(job.run_id, group.rank_metrics.restarted, nodes.agent)
         self._monitors = cleanup.enter_context(closing(service))
         group.rank_metrics.ranks = service.ranks

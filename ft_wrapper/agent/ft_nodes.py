@@ -94,7 +94,6 @@ class FtNodes(Nodes):
         self._handler: FtRendezvousHandler | None = None
         self._agents: Store | None = None
         self._round: Round | None = None
-
         self._out_of_reach = ""
         self._left_unheard = False
         self._where = where

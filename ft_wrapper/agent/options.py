@@ -760,7 +760,6 @@ def _devices(parser: Parser, args: argparse.Namespace, most: int, spares: int, a
             f"--virtual-local-rank: CUDA_VISIBLE_DEVICES={visible} has fewer GPUs than there are ranks with "
             f"--nproc-per-node {nproc}; start as many ranks as GPUs"
         )
-
     if active is None or active >= (most + spares) * nproc:
         return 0
     # Asking for GPUs asks NVML, and makes no context.

@@ -108,7 +108,6 @@ class Standby:
 
     def __init__(self, program: Program, environment: Mapping[str, str]) -> None:
         assert program.script is not None
-
         self._requests: collections.deque[Request] = collections.deque()
         self._asked: socket.socket | None = None  # for the orders of a process that the template is forking
         self._spare: _Spare | None = None

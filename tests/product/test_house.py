@@ -45,7 +45,7 @@ class Budget:
 
 LINES = {
     "top": Budget(990, 1297),
-    "cli": Budget(770, 820),
+    "cli": Budget(770, 800),
     "restart": Budget(1240, 1520),
     "rank_assignment": Budget(500),
     # Notices and --supervise add: protocol 25, monitor 46, rendezvous 18, agent 141, cli 66, live 23, restart
@@ -55,7 +55,7 @@ LINES = {
     "monitor": Budget(2260, 2445),
     "torch_groups": Budget(1185, 1248),
     "rendezvous": Budget(1715),
-    "agent": Budget(3305, 3885),
+    "agent": Budget(3305, 3751),
     # It gave 260 of 550 to what seals take beside their own room: protocol 50, store 110, live 90,
     # rendezvous 10.
     "agent/torch_api": Budget(290),
