@@ -752,7 +752,7 @@ def _active_world_size(
 
 
 def _devices(parser: Parser, args: argparse.Namespace, most: int, spares: int, active: int | None) -> int:
-    """Finds `Options.devices`; ends the program if there are too few."""
+    """Finds `Job.devices`; ends the program if there are too few."""
     nproc, is_auto = args.nproc_per_node, args.devices_per_node == "auto"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if args.virtual_local_rank and visible is not None and len(visible.split(",")) < nproc:
