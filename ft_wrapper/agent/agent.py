@@ -506,7 +506,7 @@ class Loop:
     def _take_answers(self, standby: Standby) -> None:
         answers = standby.answers()
         if answers is None:
-            self._do_without_standby("has ended")
+            self._do_without_standby(f"{standby.process.pid} has ended")
             return
         for request, answer in answers:
             if isinstance(answer, int):
