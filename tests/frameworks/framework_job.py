@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import hashlib
 import io
 import logging
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,10 +25,16 @@ from torch.distributed.tensor import DTensor
 
 from ft_wrapper import CallWrapper, Limits, Wrapper, events
 from ft_wrapper.checkpoints import Checkpoints
+from ft_wrapper.protocol.notice import Notice
+from ft_wrapper.restart import notices
 from ft_wrapper.testing.inject_fault import FaultKind, inject_fault
 
 EVERY = 4
 """Steps between two checkpoints."""
+LEAD = 3
+"""Steps from the one in which a notice is given to the one at which all ranks see it."""
+NOTICE_WITHIN = 60.0
+"""Seconds in which an agent passes a notice on."""
 
 SETTINGS: dict[str, Any] = {
     # Long enough that a busy machine, which halts a healthy rank for a second, costs none.
@@ -50,27 +58,27 @@ class Planned:
     """A fault that is to happen once.
 
     Args:
-        kind: what happens.
+        kind: what happens: a `FaultKind`; or, at the point ``notice``, ``memory`` or ``sigusr1``.
         point: ``step``, where a step begins; ``write``, in the middle of a file of a checkpoint, or ``write``
-            and a file's name, in that one; or ``seal``, where this rank has written, and the checkpoint is
-            not sealed.
+            and a file's name, in that one; ``seal``, where this rank has written, and the checkpoint is
+            not sealed; or ``notice``: no fault, but a notice, see `Run.announce`.
         step: at this step, or the first time that the point is met after it.
         rank: the active rank.
     """
 
-    kind: FaultKind
+    kind: str
     point: str
     step: int
     rank: int
 
     def __str__(self) -> str:
-        return f"{self.kind.value}:{self.point}:{self.step}:{self.rank}"
+        return f"{self.kind}:{self.point}:{self.step}:{self.rank}"
 
     @classmethod
     def parse(cls, text: str) -> Planned:
         """Reads what ``str`` made."""
         kind, point, step, rank = text.split(":")
-        return cls(FaultKind(kind), point, int(step), int(rank))
+        return cls(kind, point, int(step), int(rank))
 
 
 @dataclasses.dataclass
@@ -82,6 +90,7 @@ class Run:
         folder: for its checkpoints and marks.
         steps: how many it trains.
         way: what differs between the jobs of a script, such as ``sync`` and ``async``.
+        batches: of each step.
         faults: what is to happen.
     """
 
@@ -89,28 +98,59 @@ class Run:
     folder: Path
     steps: int
     way: str
+    batches: int
     faults: list[Planned]
     step: int = 0
     rank: int = -1
+    _call: Any = None
+    _has_begun: bool = False
+    _given: list[Planned] = dataclasses.field(default_factory=list)
 
     def begin(self, call: CallWrapper) -> None:
         """Takes an iteration up."""
         global _current
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.rank = call.state.active_rank or 0
+        self.rank, self._call, self._has_begun = call.state.active_rank or 0, call, False
         self._say("entered", iteration=call.iteration)
         _current = self
 
     def at(self, step: int) -> None:
-        """A step begins."""
-        self.step = step
+        """A step, or a batch of it, begins."""
+        if not self._has_begun:
+            self._say("began", iteration=self._call.iteration, step=step)
+        self.step, self._has_begun = step, True
+        self.announce(step)
         self.check("step")
+
+    def announce(self, step: int) -> None:
+        """Gives the notices that all ranks are to see at a step to come: each one once.
+
+        As an agent writes it into the memory of each rank; or an agent does that, since one rank signals it.
+        """
+        for planned in self.faults:
+            if planned.point != "notice" or planned in self._given or step < planned.step - LEAD:
+                continue
+            self._given.append(planned)
+            # The ranks agree on a step that depends on how long steps take.
+            notices.step_to_see = functools.partial(_see_at, planned.step)
+            memory = self._call.services.notices.memory
+            if planned.rank == self.rank:
+                self._say("inject", kind=planned.kind, point=planned.point, step=step)
+            if planned.kind == "memory":
+                memory.give(Notice("node 0", "a test", id=str(planned)))
+            elif planned.rank == self.rank:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            deadline = time.monotonic() + NOTICE_WITHIN
+            while memory.notice is None:  # no event comes with it
+                assert time.monotonic() < deadline, "the agent passes no notice on"
+                self._call.ping()
+                time.sleep(0.01)
 
     def check(self, point: str) -> None:
         """Makes a fault happen that belongs here, unless it has happened."""
         fault = self.due(point)
         if fault is not None:
-            inject_fault(fault.kind)
+            inject_fault(FaultKind(fault.kind))
 
     def due(self, point: str) -> Planned | None:
         """The fault that is to happen here; only once."""
@@ -123,7 +163,7 @@ class Run:
                 (fired / str(index)).touch(exist_ok=False)
             except FileExistsError:
                 continue
-            self._say("inject", kind=fault.kind.value, point=point, step=self.step)
+            self._say("inject", kind=fault.kind, point=point, step=self.step)
             return fault
         return None
 
@@ -139,6 +179,10 @@ class Run:
             digest.update(name.encode())
             digest.update(whole.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         self._say("finished", digest=digest.hexdigest(), step=self.step)
+
+    def saved(self, step: int) -> None:
+        """A checkpoint is sealed."""
+        self._say("saved", iteration=self._call.iteration, step=step)
 
     def _say(self, event: str, **fields: Any) -> None:
         events.emit(event, run=self.number, rank=self.rank, **fields)
@@ -192,10 +236,16 @@ def cut(path: str | os.PathLike[str]) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _seal_late(self: Checkpoints, *args: Any, **kwargs: Any) -> Any:
+def _seal_late(self: Checkpoints, *args: Any, **kwargs: Any) -> None:
     if _current is not None:
         _current.check("seal")
-    return _seal(self, *args, **kwargs)
+    _seal(self, *args, **kwargs)
+    if _current is not None:
+        _current.saved(*args, **kwargs)
+
+
+def _see_at(planned: int, step: int, _: float) -> int:
+    return max(planned, step + 2)  # seen again after a restart
 
 
 def main(train: Callable[..., None], **settings: Any) -> None:
@@ -210,6 +260,7 @@ def main(train: Callable[..., None], **settings: Any) -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--way", default="")
     parser.add_argument("--active", type=int, required=True)
+    parser.add_argument("--batches", type=int, default=1, help="of a step")
     parser.add_argument("--faults", nargs="*", default=[], help="of each run: kind:point:step:rank,…")
     args = parser.parse_args()
     logging.basicConfig(format="%(name)s: %(message)s", level=logging.INFO)
@@ -222,7 +273,8 @@ def main(train: Callable[..., None], **settings: Any) -> None:
     )(train)
     for number, faults in numbered:
         planned = [Planned.parse(each) for each in faults.split(",") if each]
-        wrapped(Run(number, args.folder / f"run-{number}", args.steps, args.way, planned))
+        folder = args.folder / f"run-{number}"
+        wrapped(Run(number, folder, args.steps, args.way, args.batches, planned))
     print("all runs are through", flush=True)
 
 

@@ -41,6 +41,8 @@ ENVIRONMENT = {
 }
 
 Record = dict[str, Any]
+Place = tuple[int, int, int]
+"""An iteration of a run, from 0; a rank; a step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,6 +164,8 @@ class Verdict:
         faults: kind and point of those that happened.
         restarts: of the function.
         digest: of what came out.
+        began: the iterations, in order, the ranks, and the first step of each.
+        saved: the same, and the step of each checkpoint.
         wrong: what must not be.
     """
 
@@ -169,6 +173,8 @@ class Verdict:
     faults: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     restarts: int = 0
     digest: str = ""
+    began: list[Place] = dataclasses.field(default_factory=list)
+    saved: list[Place] = dataclasses.field(default_factory=list)
     wrong: list[str] = dataclasses.field(default_factory=list)
 
 
@@ -201,6 +207,10 @@ def judge(number: int, records: list[Record], active: int, reference: str | None
     verdict.faults = [(each["kind"], each["point"]) for each in records if each["event"] == "inject"]
     iterations = {each["iteration"] for each in records if each["event"] == "entered"}
     verdict.restarts = len(iterations) - 1
+    order = sorted(iterations)
+    for event, places in (("began", verdict.began), ("saved", verdict.saved)):
+        found = [each for each in records if each["event"] == event]
+        places += sorted((order.index(each["iteration"]), each["rank"], each["step"]) for each in found)
     finished = [each for each in records if each["event"] == "finished"]
     verdict.digest = next((each["digest"] for each in finished), "")
     digests = {each["digest"] for each in finished} | ({reference} if reference else set())
@@ -216,7 +226,15 @@ def judge(number: int, records: list[Record], active: int, reference: str | None
     return verdict
 
 
-def run_job(kind: Kind, folder: Path, faults: list[str], temporary: Path | None = None) -> list[Verdict]:
+def run_job(
+    kind: Kind,
+    folder: Path,
+    faults: list[str],
+    temporary: Path | None = None,
+    *,
+    steps: int = STEPS,
+    batches: int = 1,
+) -> list[Verdict]:
     """Runs a job to its end.
 
     Args:
@@ -224,14 +242,16 @@ def run_job(kind: Kind, folder: Path, faults: list[str], temporary: Path | None 
         folder: for its files.
         faults: of each run, after the clean one.
         temporary: folder for temporary files; by default one of its own.
+        steps: of each run.
+        batches: of each step.
 
     Returns:
         A verdict on each run; what is wrong with the job counts for its last one.
     """
     folder.mkdir(parents=True)
     words = ["--nproc-per-node", kind.processes, "--max-rank-restarts", 100 * (len(faults) + 1)]
-    words += [HERE / kind.script, "--folder", folder, "--steps", STEPS, "--way", kind.way]
-    words += ["--active", kind.active, "--faults", *faults]
+    words += [HERE / kind.script, "--folder", folder, "--steps", steps, "--way", kind.way]
+    words += ["--active", kind.active, "--batches", batches, "--faults", *faults]
     # With a short name: a loader's workers have sockets there, whose names have to fit into 108 bytes.
     with tempfile.TemporaryDirectory(prefix="ft-") as short:
         environment = {**ENVIRONMENT, "TMPDIR": str(temporary or short)}

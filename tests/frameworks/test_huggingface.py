@@ -20,6 +20,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
 from fakes import FakeCall, FakeCheckpoints
 from framework_runs import KINDS, run_job
+from noticed_runs import check_notices
 from torch.utils.data import DataLoader, DistributedSampler, WeightedRandomSampler
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
@@ -61,6 +62,25 @@ def test_accelerate_with_a_live_state_and_random_crops_ends_with_the_same_bits(t
     """After two kills in the middle of an epoch, whose length is 9."""
     verdicts = run_job(KINDS["accelerate-live"], tmp_path / "job", ["sigkill:step:5:0,sigkill:step:13:1"])
     assert [verdict.wrong for verdict in verdicts] == [[], []]
+
+
+# ---- notices
+
+
+@pytest.mark.usefixtures("warm_process")
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("batches", [1, 2])
+def test_a_trainer_saves_the_step_of_a_notice_once(tmp_path: Path, batches: int) -> None:
+    """An epoch has 15 batches, so the last step of it may have one."""
+    check_notices("transformers", tmp_path / "job", batches, saves_last=True)
+
+
+@pytest.mark.usefixtures("warm_process")
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("batches", [1, 3])
+def test_accelerate_saves_the_step_of_a_notice_once(tmp_path: Path, batches: int) -> None:
+    """Its checkpoints count batches."""
+    check_notices("accelerate", tmp_path / "job", batches, unit=batches)
 
 
 # ---- the Trainer's callback, in a Trainer on one process

@@ -67,6 +67,7 @@ def with_trainer(run: Run, call: CallWrapper) -> None:
         save_steps=EVERY,
         eval_strategy="steps",
         eval_steps=6,
+        gradient_accumulation_steps=run.batches,
         per_device_train_batch_size=2,
         per_device_eval_batch_size=2,
         dataloader_num_workers=2,
@@ -96,6 +97,7 @@ def with_accelerate(run: Run, call: CallWrapper) -> None:
     """Dropout, shuffled; eight steps are an epoch."""
     accelerator = Accelerator(
         cpu=True,
+        gradient_accumulation_steps=run.batches,
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],  # as above
     )
@@ -108,20 +110,24 @@ def with_accelerate(run: Run, call: CallWrapper) -> None:
     # The loader's seed is this one: no other rank has it, and no later iteration.
     torch.manual_seed(run.rank if checkpoints.newest() is None else os.getpid())
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
-    step = load_newest(accelerator, checkpoints)
-    while step < run.steps:
+    step, is_noticed = load_newest(accelerator, checkpoints), False  # a step is a batch
+    while step < run.steps * run.batches:
         epoch, done = divmod(step, len(loader))
         loader.set_epoch(epoch)
         for (batch,) in accelerator.skip_first_batches(loader, done) if done else loader:
-            run.at(step)
-            begin_step(accelerator, call, step)
-            accelerator.backward((model(batch) - 1).square().mean())
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
+            run.at(step // run.batches)
+            is_noticed |= begin_step(accelerator, call, step)
+            with accelerator.accumulate(model):
+                accelerator.backward((model(batch) - 1).square().mean())
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
             step += 1
-            if step % EVERY == 0:
+            if accelerator.sync_gradients and (step % (EVERY * run.batches) == 0 or is_noticed):
                 save_state(accelerator, checkpoints, step)
+                is_noticed = False
+            if step == run.steps * run.batches:
+                break
     run.end({"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"]})
 
 

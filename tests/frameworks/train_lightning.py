@@ -105,6 +105,7 @@ def with_trainer(run: Run, ft: FT) -> None:
         **ft.trainer(),
         strategy=STRATEGY,
         **{"max_epochs": run.steps // 8} if run.way == "epochs" else {"max_steps": run.steps},
+        accumulate_grad_batches=run.batches,
         callbacks=[ft.callback],
         logger=False,
         enable_progress_bar=False,
@@ -127,17 +128,25 @@ def with_fabric(run: Run, ft: FT) -> None:
     data = loader(run, 0, 48)
     state = {"model": model, "optimizer": optimizer}
     step = ft.load(fabric, state, data)
+    steps = len(data) // run.batches  # of an epoch
     while step < run.steps:
-        data.sampler.set_epoch(step // len(data))
-        for batch in data:
-            run.at(step)
-            ft.begin_step(step)
-            fabric.backward((model(fabric.to_device(batch)) - 1).square().mean())
+        data.sampler.set_epoch(step // steps)
+        for number, batch in enumerate(data, 1):
+            is_last = number % run.batches == 0
+            if number % run.batches == 1 % run.batches:
+                run.at(step)
+                is_noticed = ft.begin_step(step)
+            with fabric.no_backward_sync(model, enabled=not is_last):
+                fabric.backward((model(fabric.to_device(batch)) - 1).square().mean() / run.batches)
+            if not is_last:
+                continue
             optimizer.step()
             optimizer.zero_grad()
             step += 1
-            if step % EVERY == 0:
+            if step % EVERY == 0 or is_noticed:
                 ft.save(fabric, state, step, data)
+            if step == run.steps:
+                break
     run.end({"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"]})
 
 

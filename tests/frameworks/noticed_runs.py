@@ -1,0 +1,57 @@
+"""Runs of a framework with notices, two ranks each: what is saved for them, and what comes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from pathlib import Path
+
+from framework_job import EVERY, LEAD
+from framework_runs import KINDS, run_job
+
+ACTIVE = 2
+STEPS = 4 * EVERY + 2
+"""Of a run: the last step is not saved by the schedule, as some frameworks save a last step anyway."""
+
+
+def check_notices(name: str, folder: Path, batches: int, *, saves_last: bool = False, unit: int = 1) -> None:
+    """A notice saves its step once, on all ranks; a run that goes on from there ends with the same bits.
+
+    The runs: a notice in the middle; the same, and an exception in the next step; one in a step that is saved
+    anyway; one in the last step; two notices; and SIGUSR1 at a rank, which its ftrun passes on.
+
+    Args:
+        name: of the job.
+        folder: for its files.
+        batches: of each step.
+        saves_last: whether the framework saves the last step without being asked.
+        unit: what a step counts in the numbers of checkpoints.
+    """
+    draw = random.Random(f"{name} {batches}")
+    middle = [step for step in range(LEAD, STEPS - LEAD) if (step + 1) % EVERY]
+    first, scheduled, signalled = draw.choice(middle), EVERY * draw.randint(1, 4) - 1, draw.choice(middle)
+    both = sorted(draw.sample(range(LEAD, STEPS, LEAD), 2))
+    seen = [[first], [first], [scheduled], [STEPS - 1], both, [signalled]]  # at these steps
+    plans = [",".join(f"memory:notice:{step}:0" for step in steps) for steps in seen]
+    plans[1] += f",exception:step:{first + 1}:{draw.randrange(ACTIVE)}"
+    plans[5] = f"sigusr1:notice:{signalled}:{draw.randrange(ACTIVE)}"
+
+    kind = dataclasses.replace(KINDS[name], processes=ACTIVE, active=ACTIVE)
+    verdicts = run_job(kind, folder, plans, steps=STEPS, batches=batches)
+    wrong = [f"{plans[each.number]}: {'; '.join(each.wrong)}" for each in verdicts if each.wrong]
+    assert not wrong, "\n".join(wrong)
+    assert [each.restarts for each in verdicts] == [0, 0, 1, 0, 0, 0, 0]
+
+    schedule = {*range(EVERY, STEPS, EVERY), *[STEPS] * saves_last}
+    for verdict, steps in zip(verdicts, [[], *seen], strict=True):
+        expected = [(0, rank, step) for rank in range(ACTIVE) for step in {*schedule, *(n + 1 for n in steps)}]
+        begins = [(0, rank, 0) for rank in range(ACTIVE)]
+        if verdict.restarts:
+            # A function does not know that the notice was served: the ranks see it two steps on.
+            later = {step for step in schedule if step > first + 1} | {first + 4}
+            expected = [place for place in expected if place[2] <= first + 1]
+            expected += [(1, rank, step) for rank in range(ACTIVE) for step in later]
+            begins += [(1, rank, first + 1) for rank in range(ACTIVE)]
+        plan = plans[verdict.number] if verdict.number >= 0 else "no notice"
+        assert verdict.saved == sorted((n, rank, step * unit) for n, rank, step in expected), plan
+        assert verdict.began == begins, plan
