@@ -55,12 +55,20 @@ def begin_step(accelerator: Any, call_wrapper: CallWrapper, step: int, seed: int
     """Pings, and makes the random numbers of a step depend on the seed, the step and the rank alone.
 
     Call it after the loader and before the forward pass: a loader that continues in the middle of an epoch
-    draws numbers that one at its beginning drew earlier.
+    draws numbers that one at its beginning drew earlier. With gradient accumulation call it at each batch.
+
+    Args:
+        accelerator: an ``Accelerator``.
+        call_wrapper: what the wrapped function was given.
+        step: how many batches are done.
+        seed: of the random numbers.
 
     Returns:
-        Whether to call `save_state` at the end of this step, since all ranks see a new notice.
+        Whether to call `save_state` once the optimizer has made its next step, since all ranks see a new
+        notice.
     """
-    is_noticed = begins_noticed(call_wrapper, step)
+    # Ranks wait for each other once in a step of the optimizer, not at each batch.
+    is_noticed = begins_noticed(call_wrapper, step // accelerator.gradient_accumulation_steps)
     seed_all(seed, step, accelerator.process_index)
     return is_noticed
 

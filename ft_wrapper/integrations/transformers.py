@@ -71,12 +71,17 @@ class _Callback(TrainerCallback):
             self._checkpoints.keep = sys.maxsize  # the best one may be any
 
     def on_step_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
-        self._is_noticed |= begins_noticed(self._call_wrapper, state.global_step)
+        self._is_noticed = begins_noticed(self._call_wrapper, state.global_step)
         seed_all(args.seed, state.global_step)  # what the loaders have drawn differs if they are new
 
-    def on_step_end(self, _: Any, __: Any, control: Any, **___: Any) -> None:
-        control.should_save |= self._is_noticed
-        self._is_noticed = False
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        is_epoch = args.save_strategy == "epoch" and state.epoch % 1 == 0  # which is saved when it ends
+        control.should_save |= self._is_noticed and not is_epoch
+        self.on_epoch_end(args, state, control)
+
+    def on_epoch_end(self, args: Any, _: Any, control: Any, **__: Any) -> None:
+        if self._is_noticed and args.save_strategy == "best":
+            control.should_evaluate = False  # it would decide whether the step is saved
 
     def on_prediction_step(self, *_: Any, **__: Any) -> None:
         self._call_wrapper.ping()

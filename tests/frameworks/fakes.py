@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ft_wrapper.checkpoints import Checkpoint
+from ft_wrapper.protocol.notice import Notice
 
 
 class FakeCheckpoints:
@@ -24,6 +25,7 @@ class FakeCheckpoints:
         return None if step is None else Checkpoint(self.path(step), step)
 
     def seal(self, step: int) -> None:
+        assert step not in self.sealed, f"step {step} is saved twice"
         self.sealed[step] = {path.name for path in self.path(step).iterdir()}
 
 
@@ -32,10 +34,14 @@ class FakeCall:
 
     rank = 0
     state = SimpleNamespace(active_rank=0)
-    notice = None
+    notice: Notice | None = None
+    noticed_at: int | None = None
+    """The step at which all ranks see a notice."""
 
     def __init__(self) -> None:
         self.pings = 0
 
     def ping(self, step: int | None = None) -> None:
         self.pings += 1
+        if step is not None and step == self.noticed_at:
+            self.notice = Notice("node 0", "a test", id="a")

@@ -17,7 +17,7 @@ STEPS = 4 * EVERY + 2
 def check_notices(name: str, folder: Path, batches: int, *, saves_last: bool = False, unit: int = 1) -> None:
     """A notice saves its step once, on all ranks; a run that goes on from there ends with the same bits.
 
-    The runs: a notice in the middle; the same, and an exception in the next step; one in a step that is saved
+    The runs: a notice in the middle; the same, and an exception a step later; one in a step that is saved
     anyway; one in the last step; two notices; and SIGUSR1 at a rank, which its ftrun passes on.
 
     Args:
@@ -28,12 +28,13 @@ def check_notices(name: str, folder: Path, batches: int, *, saves_last: bool = F
         unit: what a step counts in the numbers of checkpoints.
     """
     draw = random.Random(f"{name} {batches}")
-    middle = [step for step in range(LEAD, STEPS - LEAD) if (step + 1) % EVERY]
+    # The schedule saves neither this step nor the next one, which is lost.
+    middle = [step for step in range(LEAD, STEPS - LEAD) if step % EVERY in (0, 1)]
     first, scheduled, signalled = draw.choice(middle), EVERY * draw.randint(1, 4) - 1, draw.choice(middle)
     both = sorted(draw.sample(range(LEAD, STEPS, LEAD), 2))
     seen = [[first], [first], [scheduled], [STEPS - 1], both, [signalled]]  # at these steps
     plans = [",".join(f"memory:notice:{step}:0" for step in steps) for steps in seen]
-    plans[1] += f",exception:step:{first + 1}:{draw.randrange(ACTIVE)}"
+    plans[1] += f",exception:step:{first + 2}:{draw.randrange(ACTIVE)}"
     plans[5] = f"sigusr1:notice:{signalled}:{draw.randrange(ACTIVE)}"
 
     kind = dataclasses.replace(KINDS[name], processes=ACTIVE, active=ACTIVE)

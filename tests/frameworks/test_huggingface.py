@@ -153,6 +153,26 @@ def test_a_step_has_its_own_random_numbers_whatever_was_drawn_before(ft: FT) -> 
     assert seen[0] == seen[1] and len(set(seen[0])) == 2
 
 
+def test_a_notice_in_the_last_step_of_an_epoch_that_is_saved_anyway(ft: FT) -> None:
+    """Once, and behind the evaluation that the checkpoint is to have."""
+    ft.callback._call_wrapper.noticed_at = 3
+    epochs = {"eval_strategy": "epoch", "save_strategy": "epoch", "max_steps": 6}
+    trainer(ft, **epochs, per_device_train_batch_size=8).train()
+    assert set(ft.callback._checkpoints.sealed) == {4, 6}
+    state = TrainerState.load_from_json(str(Path(ft.output_dir) / "checkpoint-4" / "trainer_state.json"))
+    assert [entry["step"] for entry in state.log_history if "eval_loss" in entry] == [4]
+
+
+@pytest.mark.parametrize(("unit", "saved"), [("steps", {2, 4}), ("epoch", {4, 6})])
+def test_a_notice_in_a_step_whose_evaluation_would_decide(ft: FT, unit: str, saved: set[int]) -> None:
+    """The Trainer saves the best ones alone: the evaluation is left out. An epoch has four steps."""
+    ft.callback._call_wrapper.noticed_at = 3
+    best = {"save_strategy": "best", "metric_for_best_model": "loss", "greater_is_better": True}
+    steps = {"eval_strategy": unit, "eval_steps": 2, "max_steps": 6, "per_device_train_batch_size": 8}
+    trainer(ft, **best, **steps).train()
+    assert set(ft.callback._checkpoints.sealed) == saved
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -261,6 +281,15 @@ def test_the_order_goes_on_with_the_seed_that_it_began_with(tmp_path: Path) -> N
     assert [batch.tolist() for batch in loader] != orders[0], "this test shows nothing"
 
 
+def test_the_steps_of_a_call_are_those_of_the_optimizer() -> None:
+    """Within them ranks do not wait for each other: they would see a notice at different batches."""
+    made, steps = accelerator(gradient_accumulation_steps=3), []
+    call = SimpleNamespace(notice=None, ping=steps.append)
+    for batch in range(7):
+        begin_step(made, call, batch)  # type: ignore[arg-type]
+    assert steps == [0, 0, 0, 1, 1, 1, 2]
+
+
 def test_a_step_depends_on_seed_step_and_rank_alone() -> None:
     made, call = accelerator(), FakeCall()
 
@@ -272,7 +301,7 @@ def test_a_step_depends_on_seed_step_and_rank_alone() -> None:
     assert drawn(3) == drawn(3)
     assert len({drawn(3), drawn(4), drawn(3, seed=1)}) == 3
     assert call.pings == 5
-    ranked = SimpleNamespace(process_index=1)
+    ranked = SimpleNamespace(process_index=1, gradient_accumulation_steps=1)
     begin_step(ranked, call, 3)  # type: ignore[arg-type]
     assert torch.rand(()).item() != drawn(3)
 

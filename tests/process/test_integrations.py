@@ -80,7 +80,7 @@ class Noticed:
 def test_the_step_at_whose_beginning_a_notice_is_seen() -> None:
     call: Any = Noticed()
     assert [step for step in range(7) if begins_noticed(call, step)] == [3]
-    accelerator: Any = types.SimpleNamespace(process_index=0)
+    accelerator: Any = types.SimpleNamespace(process_index=0, gradient_accumulation_steps=1)
     call = Noticed()
     assert [step for step in range(7) if accelerate.begin_step(accelerator, call, step)] == [3]
 
@@ -97,7 +97,7 @@ def test_the_trainers_callback_has_that_step_saved(monkeypatch: pytest.MonkeyPat
     for step in range(7):
         state, control = types.SimpleNamespace(global_step=step), types.SimpleNamespace(should_save=step == 6)
         callback.on_step_begin(types.SimpleNamespace(seed=0), state, control)
-        callback.on_step_end(None, state, control)
+        callback.on_step_end(types.SimpleNamespace(save_strategy="steps"), state, control)
         saved += [step] * control.should_save
     monkeypatch.delitem(sys.modules, name, raising=False)
     assert saved == [3, 6]
