@@ -45,8 +45,8 @@ _EXEC_LASTS = 0.2  # seconds
 
 # Helpers that Python keeps until its own end.
 _PYTHONS_OWN = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
-# Variables that pytest and torch change themselves.
-_OTHERS_OWN = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+# Variables that pytest, torch, Lightning and DeepSpeed change themselves; the last when it is imported, late.
+_OTHERS_OWN = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "PYTORCH_NVML_BASED_CUDA_CHECK"}
 
 # The same examples in every run, for as long as a busy machine takes.
 settings.register_profile(

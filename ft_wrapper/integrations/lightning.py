@@ -240,7 +240,8 @@ class Callback(Checkpoint):
             )
 
     def on_train_batch_start(self, trainer: Any, _: Any, __: Any, batch_idx: int) -> None:
-        if begins_noticed(self._call_wrapper, trainer.global_step):
+        # Ranks wait for each other once in a batch; there each of several optimizers makes a step of its own.
+        if begins_noticed(self._call_wrapper, trainer.global_step // max(1, len(trainer.optimizers))):
             self._noticed = trainer.global_step
         seed_all(self._seed, trainer.global_step, batch_idx, trainer.global_rank)  # generators are not saved
 

@@ -40,8 +40,12 @@ class FakeCall:
 
     def __init__(self) -> None:
         self.pings = 0
+        self.steps: list[int] = []
 
     def ping(self, step: int | None = None) -> None:
         self.pings += 1
-        if step is not None and step == self.noticed_at:
+        if step is None:
+            return
+        self.steps.append(step)
+        if step == self.noticed_at:
             self.notice = Notice("node 0", "a test", id="a")

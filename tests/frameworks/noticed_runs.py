@@ -45,7 +45,9 @@ def check_notices(name: str, folder: Path, batches: int, *, saves_last: bool = F
 
     schedule = {*range(EVERY, STEPS, EVERY), *[STEPS] * saves_last}
     for verdict, steps in zip(verdicts, [[], *seen], strict=True):
-        expected = [(0, rank, step) for rank in range(ACTIVE) for step in {*schedule, *(n + 1 for n in steps)}]
+        expected = [
+            (0, rank, step) for rank in range(ACTIVE) for step in {*schedule, *(n + 1 for n in steps)}
+        ]
         begins = [(0, rank, 0) for rank in range(ACTIVE)]
         if verdict.restarts:
             # A function does not know that the notice was served: the ranks see it two steps on.

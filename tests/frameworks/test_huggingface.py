@@ -283,11 +283,10 @@ def test_the_order_goes_on_with_the_seed_that_it_began_with(tmp_path: Path) -> N
 
 def test_the_steps_of_a_call_are_those_of_the_optimizer() -> None:
     """Within them ranks do not wait for each other: they would see a notice at different batches."""
-    made, steps = accelerator(gradient_accumulation_steps=3), []
-    call = SimpleNamespace(notice=None, ping=steps.append)
+    made, call = accelerator(gradient_accumulation_steps=3), FakeCall()
     for batch in range(7):
         begin_step(made, call, batch)  # type: ignore[arg-type]
-    assert steps == [0, 0, 0, 1, 1, 1, 2]
+    assert call.steps == [0, 0, 0, 1, 1, 1, 2]
 
 
 def test_a_step_depends_on_seed_step_and_rank_alone() -> None:

@@ -152,6 +152,39 @@ def test_a_step_with_several_batches_is_saved_once(ft: FT) -> None:
     assert set(ft._checkpoints.sealed) == {2, 4, 6}  # type: ignore[attr-defined]
 
 
+class TwoOptimizers(Module):
+    """Each makes a step at each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, rows: torch.Tensor, index: int) -> None:  # type: ignore[override]
+        self.manual_backward(self.line(rows).square().mean())
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD([parameter], lr=0.1) for parameter in self.parameters()]
+
+
+def test_the_steps_of_a_call_follow_each_other_with_several_optimizers(ft: FT) -> None:
+    """The step at which all ranks see a notice is two steps ahead, which would else be the next batch."""
+    call: Any = ft._call_wrapper
+    call.noticed_at = 2
+    trainer(ft, max_steps=10).fit(TwoOptimizers(), data(8))
+    assert call.steps == [0, 1, 2, 3, 4]
+    assert set(ft._checkpoints.sealed) == {2, 4, 6, 8, 10}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("batches", [1, 3])
+def test_a_notice_has_its_step_saved(ft: FT, batches: int) -> None:
+    ft._call_wrapper.noticed_at = 2  # type: ignore[attr-defined]
+    trainer(ft, accumulate_grad_batches=batches).fit(Module(), data(100))
+    assert set(ft._checkpoints.sealed) == {2, 3, 4, 6}  # type: ignore[attr-defined]
+
+
 def test_a_step_has_its_own_random_numbers_whatever_was_drawn_before(ft: FT) -> None:
     drawn = []
     for others in (3, 8):
@@ -357,9 +390,9 @@ def test_a_slow_logger_gets_its_grace_and_no_handler_is_left(
 @pytest.mark.parametrize("number", [0, 1])
 def test_the_scripts_on_the_page_run(tmp_path: Path, number: int) -> None:
     text = (Path(__file__).parents[2] / "docs" / "lightning.md").read_text()
-    scripts = [part.partition("```")[0] for part in text.split("```python\n")[1:]]
+    scripts = [part.partition("```")[0] for part in text.split("```python\nimport ")[1:]]
     assert len(scripts) == 2
-    (tmp_path / "train.py").write_text(scripts[number])
+    (tmp_path / "train.py").write_text(f"import {scripts[number]}")
     options = ["--nproc-per-node", "3", "--active-world-size", "2", "--max-rank-restarts", "0"]
     command = [sys.executable, "-m", "ft_wrapper.run", *options, "train.py"]
     subprocess.run(command, cwd=tmp_path, timeout=300, check=True)
