@@ -58,7 +58,7 @@ class Planned:
     """A fault that is to happen once.
 
     Args:
-        kind: what happens: a `FaultKind`; or, at the point ``notice``, ``memory`` or ``sigusr1``.
+        kind: what happens: a `FaultKind`; or, at the point ``notice``, ``memory``, ``sigusr1`` or ``sigterm``.
         point: ``step``, where a step begins; ``write``, in the middle of a file of a checkpoint, or ``write``
             and a file's name, in that one; ``seal``, where this rank has written, and the checkpoint is
             not sealed; or ``notice``: no fault, but a notice, see `Run.announce`.
@@ -126,6 +126,7 @@ class Run:
         """Gives the notices that all ranks are to see at a step to come: each one once.
 
         As an agent writes it into the memory of each rank; or an agent does that, since one rank signals it.
+        With SIGTERM the job ends by it: that notice comes a second after the first.
         """
         for planned in self.faults:
             if planned.point != "notice" or planned in self._given or step < planned.step - LEAD:
@@ -139,9 +140,10 @@ class Run:
             if planned.kind == "memory":
                 memory.give(Notice("node 0", "a test", id=str(planned)))
             elif planned.rank == self.rank:
-                os.kill(os.getpid(), signal.SIGUSR1)
+                ends = planned.kind == "sigterm"
+                os.kill(os.getppid() if ends else os.getpid(), signal.SIGTERM if ends else signal.SIGUSR1)
             deadline = time.monotonic() + NOTICE_WITHIN
-            while memory.notice is None:  # no event comes with it
+            while (found := memory.notice) is None or found.ends < (planned.kind == "sigterm"):  # no event
                 assert time.monotonic() < deadline, "the agent passes no notice on"
                 self._call.ping()
                 time.sleep(0.01)

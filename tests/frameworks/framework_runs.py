@@ -18,6 +18,7 @@ import random
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +235,7 @@ def run_job(
     *,
     steps: int = STEPS,
     batches: int = 1,
+    options: Sequence[str] = (),
 ) -> list[Verdict]:
     """Runs a job to its end.
 
@@ -244,12 +246,13 @@ def run_job(
         temporary: folder for temporary files; by default one of its own.
         steps: of each run.
         batches: of each step.
+        options: of ftrun.
 
     Returns:
         A verdict on each run; what is wrong with the job counts for its last one.
     """
-    folder.mkdir(parents=True)
-    words = ["--nproc-per-node", kind.processes, "--max-rank-restarts", 100 * (len(faults) + 1)]
+    folder.mkdir(parents=True, exist_ok=True)
+    words = [*options, "--nproc-per-node", kind.processes, "--max-rank-restarts", 100 * (len(faults) + 1)]
     words += [HERE / kind.script, "--folder", folder, "--steps", steps, "--way", kind.way]
     words += ["--active", kind.active, "--batches", batches, "--faults", *faults]
     # With a short name: a loader's workers have sockets there, whose names have to fit into 108 bytes.
@@ -263,7 +266,7 @@ def run_job(
             records[number],
             kind.active,
             reference,
-            0 if number < 0 else faults[number].count(",") + 1,
+            0 if number < 0 else len(faults[number].split(",")) - (not faults[number]),
         )
         for number in sorted(records)
     ]

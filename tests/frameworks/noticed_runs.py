@@ -1,13 +1,14 @@
-"""Runs of a framework with notices, two ranks each: what is saved for them, and what comes of it."""
+"""Runs of a framework with notices, on two ranks: what is saved for them, and what comes of it."""
 
 from __future__ import annotations
 
 import dataclasses
 import random
+import shutil
 from pathlib import Path
 
 from framework_job import EVERY, LEAD
-from framework_runs import KINDS, run_job
+from framework_runs import KINDS, Kind, run_job
 
 ACTIVE = 2
 STEPS = 4 * EVERY + 2
@@ -37,8 +38,7 @@ def check_notices(name: str, folder: Path, batches: int, *, saves_last: bool = F
     plans[1] += f",exception:step:{first + 2}:{draw.randrange(ACTIVE)}"
     plans[5] = f"sigusr1:notice:{signalled}:{draw.randrange(ACTIVE)}"
 
-    kind = dataclasses.replace(KINDS[name], processes=ACTIVE, active=ACTIVE)
-    verdicts = run_job(kind, folder, plans, steps=STEPS, batches=batches)
+    verdicts = run_job(_kind(name), folder, plans, steps=STEPS, batches=batches)
     wrong = [f"{plans[each.number]}: {'; '.join(each.wrong)}" for each in verdicts if each.wrong]
     assert not wrong, "\n".join(wrong)
     assert [each.restarts for each in verdicts] == [0, 0, 1, 0, 0, 0, 0]
@@ -58,3 +58,31 @@ def check_notices(name: str, folder: Path, batches: int, *, saves_last: bool = F
         plan = plans[verdict.number] if verdict.number >= 0 else "no notice"
         assert verdict.saved == sorted((n, rank, step * unit) for n, rank, step in expected), plan
         assert verdict.began == begins, plan
+
+
+def check_preemption(name: str, folder: Path, batches: int, *, unit: int = 1) -> None:
+    """At SIGTERM a job of one node saves, and all ranks leave; the next job ends with the same bits.
+
+    Args:
+        name: of the job.
+        folder: for the files of both jobs.
+        batches: of each step.
+        unit: what a step counts in the numbers of checkpoints.
+    """
+    draw = random.Random(f"{name} {batches}")
+    seen = draw.choice([step for step in range(LEAD, STEPS - LEAD) if (step + 1) % EVERY])
+    plan = f"sigterm:notice:{seen}:{draw.randrange(ACTIVE)}"
+    options = ["--notice-grace", "100"]
+    first = run_job(_kind(name), folder / "1", [plan], steps=STEPS, batches=batches, options=options)
+    assert [each.wrong for each in first] == [[], ["finished on ranks [] only", "ftrun ended with 75"]], plan
+    saved = [*range(EVERY, seen, EVERY), seen + 1]
+    assert first[1].saved == [(0, rank, step * unit) for rank in range(ACTIVE) for step in saved], plan
+
+    shutil.copytree(folder / "1" / "run-0", folder / "2" / "run-0")
+    second = run_job(_kind(name), folder / "2", [""], steps=STEPS, batches=batches)
+    assert [each.wrong for each in second] == [[], []], plan
+    assert second[1].began == [(0, rank, seen + 1) for rank in range(ACTIVE)], plan
+
+
+def _kind(name: str) -> Kind:
+    return dataclasses.replace(KINDS[name], processes=ACTIVE, active=ACTIVE)

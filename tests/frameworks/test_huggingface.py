@@ -20,7 +20,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
 from fakes import FakeCall, FakeCheckpoints
 from framework_runs import KINDS, run_job
-from noticed_runs import check_notices
+from noticed_runs import check_notices, check_preemption
 from torch.utils.data import DataLoader, DistributedSampler, WeightedRandomSampler
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
@@ -81,6 +81,13 @@ def test_a_trainer_saves_the_step_of_a_notice_once(tmp_path: Path, batches: int)
 def test_accelerate_saves_the_step_of_a_notice_once(tmp_path: Path, batches: int) -> None:
     """Its checkpoints count batches."""
     check_notices("accelerate", tmp_path / "job", batches, unit=batches)
+
+
+@pytest.mark.usefixtures("warm_process")
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("name", "batches", "unit"), [("transformers", 2, 1), ("accelerate", 3, 3)])
+def test_a_preempted_job_goes_on_where_it_was(tmp_path: Path, name: str, batches: int, unit: int) -> None:
+    check_preemption(name, tmp_path, batches, unit=unit)
 
 
 # ---- the Trainer's callback, in a Trainer on one process

@@ -21,7 +21,7 @@ from framework_runs import KINDS, run_job
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
-from noticed_runs import check_notices
+from noticed_runs import check_notices, check_preemption
 from torch.utils.data import DataLoader, DistributedSampler, WeightedRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -85,6 +85,13 @@ def test_a_file_is_whole_or_as_it_was(
 def test_a_notice_saves_its_step_once(tmp_path: Path, name: str, batches: int) -> None:
     """An epoch has eight batches, so a Trainer's last step of it has two of three."""
     check_notices(name, tmp_path / "job", batches)
+
+
+@pytest.mark.usefixtures("warm_process")
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("name", "batches"), [("lightning-steps", 3), ("lightning-fabric", 2)])
+def test_a_preempted_job_goes_on_where_it_was(tmp_path: Path, name: str, batches: int) -> None:
+    check_preemption(name, tmp_path, batches)
 
 
 # ---- a Trainer on one process
