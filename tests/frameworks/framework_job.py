@@ -58,7 +58,7 @@ class Planned:
     """A fault that is to happen once.
 
     Args:
-        kind: what happens: a `FaultKind`; or, at the point ``notice``, ``memory``, ``sigusr1`` or ``sigterm``.
+        kind: what happens: a `FaultKind`; or, at the point ``notice``, ``memory``, ``sigusr1``, ``sigterm``.
         point: ``step``, where a step begins; ``write``, in the middle of a file of a checkpoint, or ``write``
             and a file's name, in that one; ``seal``, where this rank has written, and the checkpoint is
             not sealed; or ``notice``: no fault, but a notice, see `Run.announce`.
