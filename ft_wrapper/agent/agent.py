@@ -111,6 +111,8 @@ def run_agent(
             logs = cleanup.enter_context(Logs(specs, launch.job.role, launch.log_line_prefix))
             end = run_rounds(nodes, Loop(launch, logs, nodes, group, queue, cleanup), queue)
             group.finished(end)
+            if (result := end.result()).exit_code:
+                events.emit("result", job=launch.job.run_id, line=str(result))
             return end
     except BaseException:
         group.become(WorkerState.UNKNOWN)
@@ -263,7 +265,8 @@ class Loop:
         self._selector = cleanup.enter_context(selectors.DefaultSelector())
         for waited_for in (signals.fd, nodes.inbox):
             self._selector.register(waited_for, selectors.EVENT_READ)
-        service = MonitorService(job.run_id, group.rank_metrics.restarted, nodes.agent)
+        reporting = group.rank_metrics.restarted, nodes.agent, count_kernel_kills
+        service = MonitorService(job.run_id, *reporting)
         self._monitors = cleanup.enter_context(closing(service))
         group.rank_metrics.ranks = service.ranks
         if launch.forks and launch.program.script is not None:
@@ -405,6 +408,7 @@ class Loop:
                         log.warning("%s: only the ranks of this node get a notice: %s", notice.why, refused)
                         self._carry_out(self._ranks.take_news(News(What.NOTICE, notice=notice)))
                 case ranks.Give():
+                    events.emit("notice", job=self._job.run_id, line=f"notice from {action.notice}")
                     idle = self._monitors.give(action.notice)
                     for rank, process in self._running.items():
                         if process.pid in idle:

@@ -161,7 +161,7 @@ class FtNodes(Nodes):
                 assert own is not None
                 slots = drains.slots_of(own)
                 predecessors = call_in_thread(lambda: holders(Agreement(store), slots), "looking at the seat")
-                why = f"node {node.id} has been started again"
+                why = f"was lost: node {node.id} has been started again"
                 # If it is about to be checked, the other nodes do not wait for it.
                 comes = not (handler.was_spare and self._check)
                 log_deaths(store, dict.fromkeys(predecessors, why), return_=comes)

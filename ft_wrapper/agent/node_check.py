@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from multiprocessing import connection
 
+from .. import events
 from .._text import cut
 from ..store.bounded import call_in_thread
 from .nodes import BadNode
@@ -89,6 +90,7 @@ def await_pass(
             raise BadNode(f"{who} has failed its check{times}: {why}")
         if why != logged:
             log.warning("%s is kept out of the job until it passes its check: %s", who, why)
+            events.emit("kept_out", line=f"{who} was kept out: {why}")
             logged = why
         wait(min(FIRST_WAIT * 2 ** min(failures - 1, 30), LONGEST_WAIT))
     if failures:

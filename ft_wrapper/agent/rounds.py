@@ -33,6 +33,10 @@ class JobResult:
     def __post_init__(self) -> None:
         object.__setattr__(self, "verdict", self.verdict or _NAMES.get(self.exit_code, "signal"))
 
+    def __str__(self) -> str:
+        whose = f"{self.culprit}: " if self.culprit else ""
+        return f"exit code {self.exit_code} ({self.verdict}): {whose}{self.why}"
+
     def to_text(self) -> str:
         """The result as a JSON object, of one line; a long reason is cut, as all nodes read it."""
         return json.dumps(vars(self) | {"why": cut(self.why, IN_LINE)})

@@ -5,6 +5,7 @@ the iteration, as a fault does.
 """
 
 import contextlib
+import dataclasses
 import functools
 import os
 from collections.abc import Callable, Generator
@@ -124,9 +125,10 @@ def read_now(endpoint: str) -> str:
 
 
 def _nodes_in_round(store: StoreMixin, number: int) -> NodesSeen | None:
-    """The nodes, as long as they are in this round, and whether the job has ended; None after that."""
+    """What is seen of the nodes, as long as they are in this round; None after that."""
     record = read_record(store) or RendezvousRecord(1, 1)
-    return (nodes_in(record), record.closed) if record.round == number else None
+    notice = str(dataclasses.replace(record.notice, seconds=None)) if record.notice else ""
+    return (nodes_in(record), notice, record.closed) if record.round == number else None
 
 
 # What changes it -------------------------------------------------------------------------------------------

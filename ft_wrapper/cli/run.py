@@ -156,8 +156,7 @@ def _report(options: Options, end: End) -> JobResult:
         outputs.write_own_error_file(end.failures[0])
     result = end.result()
     if result.exit_code:
-        whose = f"{result.culprit}: " if result.culprit else ""
-        log.error("exit code %d (%s): %s%s", result.exit_code, result.verdict, whose, result.why)
+        log.error("%s", result)
     return result
 
 

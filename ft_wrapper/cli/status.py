@@ -50,8 +50,8 @@ class NodeStatus:
     since: float | None = None
 
 
-#: The nodes, and whether the job has ended.
-NodesSeen = tuple[tuple[NodeStatus, ...], bool]
+#: The nodes, the last notice, and whether the job has ended.
+NodesSeen = tuple[tuple[NodeStatus, ...], str, bool]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +89,7 @@ class Status:
         last_faults: what ended the previous iteration, or the current one if it has ended; in words.
         nodes: all nodes that have or had a place in the rendezvous, and those that are kept out; none if its
             store was not asked.
+        last_notice: who asked for a checkpoint last, and why; empty if there was no notice.
     """
 
     state: str
@@ -99,6 +100,7 @@ class Status:
     ranks: tuple[RankStatus, ...] = ()
     last_faults: str | None = None
     nodes: tuple[NodeStatus, ...] = ()
+    last_notice: str = ""
 
     def to_json(self) -> str:
         """All of it, as one JSON object."""
@@ -135,6 +137,8 @@ class Status:
         lines += table(rows, "  ")
         if self.last_faults is not None:
             lines.append(f"last fault: {self.last_faults}")
+        if self.last_notice:
+            lines.append(f"last notice: {self.last_notice}")
         return lines
 
     def _of_the_nodes(self) -> list[str]:
@@ -184,15 +188,15 @@ def read_status(store: Operations) -> Status:
 
 
 def watch(
-    store: Operations, longest: float, read_nodes: Callable[[], NodesSeen | None] = lambda: ((), False)
+    store: Operations, longest: float, read_nodes: Callable[[], NodesSeen | None] = lambda: ((), "", False)
 ) -> Iterator[Status]:
     """Reads a job's status whenever it changes: an iteration ends, another one begins.
 
     Args:
         store: the job's.
         longest: seconds after which to read it, and the nodes, in any case.
-        read_nodes: reads the nodes, and whether they have ended the job; None if they have begun another
-            round, whose ranks use another store.
+        read_nodes: reads what is seen of the nodes; None if they have begun another round, whose ranks use
+            another store.
 
     Yields:
         What was read, if it differs from the last one. Ends when the job has ended, or begun another round.
@@ -205,8 +209,8 @@ def watch(
         # Nodes first: once the job has ended, the ranks write no more.
         if (found := read_nodes()) is None:
             return
-        nodes, has_ended = found
-        status = dataclasses.replace(read_status(store), nodes=nodes)
+        nodes, notice, has_ended = found
+        status = dataclasses.replace(read_status(store), nodes=nodes, last_notice=notice)
         if status != last:
             yield status
         last = status

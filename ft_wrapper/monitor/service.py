@@ -17,6 +17,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 
 import psutil
 
@@ -53,11 +54,13 @@ class _Process:
     Args:
         pid: the process.
         replaced: whether the agent is expected to replace it if it ends.
+        kernel_kills: how many processes the kernel had killed before.
         memory: the memory of its last wrapped call; None before it has a monitor.
     """
 
     pid: int
     replaced: bool
+    kernel_kills: int
     memory: RankMemory | None = None
 
 
@@ -105,17 +108,23 @@ class MonitorService:
         job: name of the job in events.
         on_restart: called for each restart that a rank reports.
         name: the socket's name, which ranks find in ``FT_WRAPPER_AGENT``; None for a new one.
+        kernel_kills: how many processes here the kernel has killed so far, for lack of memory.
 
     Raises:
         OSError: no socket can be made.
     """
 
     def __init__(
-        self, job: str, on_restart: OnRestart = lambda cause, phases: None, name: str | None = None
+        self,
+        job: str,
+        on_restart: OnRestart = lambda cause, phases: None,
+        name: str | None = None,
+        kernel_kills: Callable[[], int] = int,
     ) -> None:
         self.name = name or service_name()
         self._job = job
         self._on_restart = on_restart
+        self._kernel_kills = kernel_kills
         self._changed = threading.Condition()
         self._processes: dict[int, _Process] = {}  # by process id
         self._attended: dict[threading.Thread, _Attended] = {}
@@ -136,7 +145,7 @@ class MonitorService:
             replaced: whether the agent is expected to replace it if it ends.
         """
         with self._changed:
-            self._processes[pid] = _Process(pid, replaced)
+            self._processes[pid] = _Process(pid, replaced, self._kernel_kills())
             self._changed.notify_all()
 
     def remove(self, pid: int) -> RankMemory | None:
@@ -235,7 +244,7 @@ class MonitorService:
             thread.join(max(0.0, deadline - time.monotonic()))
         left = sum(thread.is_alive() for thread in attended)
         if left:
-            log.warning("%d ranks still hold their monitors after %g s: left behind", left, CLOSE_TIMEOUT)
+            log.warning("monitors that ranks still hold after %g s: %d, left behind", CLOSE_TIMEOUT, left)
         self._listener.close()
 
     # ---- in the acceptor's thread
@@ -316,8 +325,13 @@ class MonitorService:
                 self._hearts[key] = Heart(plan.connect, heart_name(), limits)
             heart, idle = self._hearts[key], self._idle.setdefault(key[1], Idle())
         limits = dataclasses.replace(limits, replaced=attended.replaced)
-        reporting = self._job, self._on_restart
-        watch = RankWatch(limits, plan.connect, memory, line, pid, pidfd, heart, *reporting, idle)
+
+        def how() -> str:
+            kills = self._kernel_kills() - process.kernel_kills
+            return f"died (out of memory? the kernel has killed {kills})" if kills > 0 else "died"
+
+        reporting = self._job, self._on_restart, idle, how
+        watch = RankWatch(limits, plan.connect, memory, line, pid, pidfd, heart, *reporting)
         owned.callback(watch.close)
         owned.callback(line.close)  # closed first: the rank waits for this, and `watch.close` for the rank
         with self._changed:

@@ -98,6 +98,7 @@ class RankWatch:
         job: name of the job in events; None for the environment's.
         on_restart: called when the rank reports that all ranks are back.
         idle: what earlier calls left, for this one to use and add to.
+        how_it_died: describes the rank's death, once it has died.
     """
 
     limits: AllLimits
@@ -110,6 +111,7 @@ class RankWatch:
     job: str | None = None
     on_restart: OnRestart = lambda cause, phases: None
     idle: Idle = dataclasses.field(default_factory=Idle)
+    how_it_died: Callable[[], str] = lambda: "died"
 
     def __post_init__(self) -> None:
         self.stage = Stage.IN_CALL
@@ -179,7 +181,7 @@ class RankWatch:
         assert self._monitor is not None
         while True:
             try:
-                self._monitor.rank_died()
+                self._monitor.rank_died(self.how_it_died())
                 if self._iteration_stores.serving is not None:
                     self._monitor.await_next()  # peers may yet connect to the store of this iteration
                 return
@@ -388,8 +390,11 @@ class RankMonitor:
         if self._client is not None:
             self._client.close()
 
-    def rank_died(self) -> None:
+    def rank_died(self, how: str = "died") -> None:
         """Reports that the rank's process has died, unless that was done when the monitor ended it.
+
+        Args:
+            how: in words.
 
         Raises:
             StoreError: the store cannot be reached. The call may be repeated.
@@ -404,7 +409,7 @@ class RankMonitor:
             if self.memory.leave_requested:  # the agent ended it, since it had no step to leave at
                 self._publish_death(Interruption.DRAINED, "was drained")
             else:
-                self._publish_death(Interruption.TERMINATED, "died")
+                self._publish_death(Interruption.TERMINATED, how)
         self._agreement.ends.say_goodbye(self.member)  # in place of the dead member
 
     def await_next(self) -> None:

@@ -17,7 +17,7 @@ from ..protocol.operations import Operations
 from . import moves
 from .executor import REFRESH, Executor, note_process, observer
 from .record import Node, NodePlace, RendezvousRecord, RoundPolicy
-from .register import RECORD_KEY, RecordRegister, alive_key, goodbye_key, store_errors
+from .register import RecordRegister, alive_key, goodbye_key, store_errors
 
 log = logging.getLogger(__name__)
 
@@ -215,9 +215,9 @@ class Watcher(_Keeper):
                 self._board.on_change(known)
                 continue  # the callback may have taken a while
             if known.closed:
-                # In this thread, which is the last of the node to use the store.
-                self._store.set(goodbye_key(self._node.name), "")
-                self._store.check([RECORD_KEY])  # a set has no answer; this one shows that it has arrived
+                # In this thread, which is the last of the node to use the store. A set has no answer, and a
+                # second call would often find the store gone: its host may end after the last goodbye.
+                self._store.add(goodbye_key(self._node.name), 1)
                 return
             if self._stopping.is_set():
                 return

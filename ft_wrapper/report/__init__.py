@@ -8,12 +8,13 @@ import dataclasses
 import json
 import textwrap
 from collections.abc import Iterable
+from itertools import chain
 
 from .._text import cut, duration, plural
 from .._text import table as table
 from ..events import Record
 from .goodput import BUCKETS, Goodput, make_goodput
-from .reading import by_job
+from .reading import NOTES, by_job
 from .restarts import PHASES as PHASES
 from .restarts import Incident, find_incidents
 from .restarts import Restart as Restart
@@ -22,7 +23,8 @@ from .timeline import Timeline
 NO_EVENTS = "there are no events: was the job started with --events DIR, or FT_WRAPPER_EVENTS set?"
 NO_STEPS = "the function reported no steps, see call_wrapper.ping(step)"
 _NAMED = 4  # hosts in a line; more of them are counted
-_CAUSE = 120  # bytes of a cause below its restart
+_NOTED = 20  # notes of agents; more of them are counted
+_LONGEST = 240  # bytes of a cause below its restart, or of a note
 _COLUMNS = 80  # of a terminal
 
 
@@ -53,6 +55,13 @@ class Report:
         return tuple(one.restart for one in self.incidents if one.restart is not None)
 
     @property
+    def notes(self) -> list[str]:
+        """What agents have noted, in order: notices, nodes kept out, how the job has ended."""
+        records = sorted(chain.from_iterable(self.timeline.hosts.values()), key=self.timeline.at)
+        lines = dict.fromkeys(one["line"] for one in records if one["event"] in NOTES)
+        return [*lines][:_NOTED] + [f"{len(lines) - _NOTED} more"] * (len(lines) > _NOTED)
+
+    @property
     def started_again(self) -> int:
         """How many processes an agent started in place of others."""
         started = (one for records in self.timeline.hosts.values() for one in records)
@@ -80,6 +89,7 @@ class Report:
             "hosts": self.hosts,
             "time": dict(sorted(time.buckets.items(), key=lambda bucket: -bucket[1])),
             "started_again": self.started_again,
+            "notes": self.notes,
             "restarts": [dataclasses.asdict(restart) for restart in self.restarts],
             **{name: getattr(time, name) for name in ("seconds", "seat_seconds", "steps", "steps_again")},
             "goodput": time.goodput,
@@ -94,14 +104,12 @@ class Report:
             rows.append((f"{one.iteration} -> {one.next_iteration}", *times, duration(one.seconds)))
         lines = table(rows)
         for number, one in reversed([*enumerate(self.restarts, start=1)]):
-            lines[number + 1 : number + 1] = textwrap.wrap(
-                cut(one.cause, _CAUSE), _COLUMNS, initial_indent="  ", subsequent_indent="  "
-            )
+            lines.insert(number + 1, _in_lines(one.cause, "  "))
         again = f", {self.describe_started_again()}" if self.started_again else ""
         count = len(self.restarts)
         hosts = ", ".join(self.hosts) if len(self.hosts) <= _NAMED else f"{len(self.hosts)} hosts"
         summary = f"{count} {plural(count, 'restart')}{again} in {duration(self.seconds)} on {hosts}"
-        return "\n".join([*lines, summary, *self._time_table()])
+        return "\n".join([*lines, summary, *map(_in_lines, self.notes), *self._time_table()])
 
     def _time_table(self) -> list[str]:
         time, seats = self.time, len(self.time.rows)
@@ -117,6 +125,10 @@ class Report:
         spares = f" ({100 * time.without_spares:.1f} % without spares)" if has_spares else ""
         steps = f"{time.steps} {plural(time.steps, 'step')} done, {time.steps_again} done again"
         return [*table(rows), f"{line}: {steps}", f"goodput {100 * time.goodput:.1f} %{spares}"]
+
+
+def _in_lines(text: str, indent: str = "") -> str:
+    return textwrap.fill(cut(text, _LONGEST), _COLUMNS, initial_indent=indent, subsequent_indent="  ")
 
 
 def make_reports(records: Iterable[Record]) -> list[Report]:

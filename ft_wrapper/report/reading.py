@@ -37,11 +37,14 @@ _FITS: dict[str, Callable[[Any], bool]] = {
     "culprits": lambda value: isinstance(value, list) and all(type(part) is int for part in value),
     "ends": lambda value: isinstance(value, bool),
 }
+#: Events of agents, each with a line for people.
+NOTES = ("notice", "kept_out", "result")
 _NEEDED = ("event", "host", "pid", "monotonic")
 _NEEDED_BY = {
     "register": ("slot", "incarnation"),
     "decided": ("iteration",),
     "fault": ("slot",),
+    **dict.fromkeys(NOTES, ("line",)),
     "rank_started": ("child",),
     "rank_ended": ("child",),
     "restarted": ("kind", "cause", "culprits", "line"),

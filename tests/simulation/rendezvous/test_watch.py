@@ -7,10 +7,12 @@ from collections.abc import Callable
 
 import pytest
 
+from ft_wrapper.exception import StoreError
 from ft_wrapper.rendezvous.executor import Executor
+from ft_wrapper.rendezvous.moves import close
 from ft_wrapper.rendezvous.presence import LOOK_AGAIN, Watcher
 from ft_wrapper.rendezvous.record import Node, RendezvousRecord
-from ft_wrapper.rendezvous.register import KEPT_VERSIONS, Board, RecordRegister
+from ft_wrapper.rendezvous.register import KEPT_VERSIONS, Board, RecordRegister, goodbye_key
 from ft_wrapper.rendezvous.settings import RendezvousSettings
 from ft_wrapper.testing import Scheduler
 from tests.explorer.stores import SimulatedStore
@@ -142,3 +144,23 @@ def test_a_wake_up_that_was_lost_is_passed_on(knows: bool) -> None:
 
     watched.run(plan)
     assert watched.told == [(2.0, 1)]
+
+
+def test_its_goodbye_is_its_last_call() -> None:
+    """The host of the store may end as soon as it has the goodbye."""
+    watched = Watched()
+    goodbye = goodbye_key(Node("0").name)
+
+    def check_host(client: str, *_: object) -> None:
+        if client == "watch" and goodbye in watched.store.snapshot():
+            raise StoreError("the store is gone")
+
+    watched.store.on_operation(check_host)
+
+    def plan() -> None:
+        watched.writer.change(lambda record: close(record, "over"))
+        watched.scheduler.sleep(1.0)
+
+    watched.run(plan)
+    assert goodbye in watched.store.snapshot()
+    watched.board.check()
