@@ -137,15 +137,13 @@ class Status:
         lines += table(rows, "  ")
         if self.last_faults is not None:
             lines.append(f"last fault: {self.last_faults}")
-        if self.last_notice:
-            lines.append(f"last notice: {self.last_notice}")
         return lines
 
     def _of_the_nodes(self) -> list[str]:
         if not self.nodes:
             return []
         rows: list[tuple[object, ...]] = [("node", "place", "group rank", "slots", "address")]
-        reasons = []
+        reasons = [f"last notice: {self.last_notice}"] * bool(self.last_notice)
         for node in self.nodes:
             slots = node.slots and f"{node.slots[0]}..{node.slots[1]}"
             rows.append((node.id, node.place, node.group_rank, slots, node.address))

@@ -64,7 +64,7 @@ LINES = {
     "integrations": Budget(370),
     "check": Budget(222),
     # What a job's status and report say of notices, nodes kept out, lack of memory and the job's end adds:
-    # report 10, agent 7, cli 2, monitor 11.
+    # report 10, agent 7, cli 1, monitor 11.
     "report": Budget(810, 954),
     "testing": Budget(1170),
 }

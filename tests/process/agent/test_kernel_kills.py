@@ -12,7 +12,8 @@ import pytest
 
 from ft_wrapper.agent import agent
 from ft_wrapper.agent.outputs import count_kernel_kills, describe_exit, kills_file
-from ft_wrapper.agent.rounds import INFRASTRUCTURE
+from ft_wrapper.agent.rounds import INFRASTRUCTURE, PROGRAM
+from ft_wrapper.report import command
 from ft_wrapper.run import main
 
 
@@ -106,3 +107,37 @@ def test_the_line_says_so(
     assert main(["--no-fork", str(script)]) == INFRASTRUCTURE
     lines = [record.getMessage() for record in caplog.records if "killed by SIGKILL" in record.getMessage()]
     assert lines and all(("out of memory?" in line) == bool(kills) for line in lines)
+
+
+WRAPPED = """
+import os, signal, sys, time
+from ft_wrapper import Wrapper
+
+@Wrapper(rejoin=True)
+def train(call_wrapper):
+    if call_wrapper.iteration == 0 and os.environ["RANK"] == "1":
+        open(sys.argv[1], "x").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if call_wrapper.iteration and os.environ["RANK"] == "0":
+        os.kill(os.getpid(), signal.SIGUSR1)
+    while not (call_wrapper.iteration and call_wrapper.notice):
+        call_wrapper.ping()
+        time.sleep(0.01)
+
+train()
+sys.exit(3)
+"""
+
+
+def test_the_report_says_so_and_names_notices_and_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script, killed, events = (tmp_path / name for name in ("script.py", "killed", "events"))
+    script.write_text(WRAPPED)
+    monkeypatch.setattr(agent, "count_kernel_kills", lambda: int(killed.exists()))
+    assert main(["--nproc-per-node", "2", "--events", str(events), str(script), str(killed)]) == PROGRAM
+    assert command.main([str(events)]) == 0
+    report = " ".join(capfd.readouterr().out.split())
+    assert ") died (out of memory? the kernel has killed 1)" in report
+    assert "notice from ftrun: SIGUSR1" in report
+    assert "exit code 1 (program): rank" in report

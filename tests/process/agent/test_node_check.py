@@ -21,6 +21,7 @@ from ft_wrapper.agent.node_check import LONGEST_WAIT, NodeCheck, await_pass
 from ft_wrapper.agent.options import Options, parse_args
 from ft_wrapper.agent.process import Job
 from ft_wrapper.agent.signals import Signalled, queued
+from ft_wrapper.events import load
 
 MEET = ("--nnodes", "2", "--rdzv-endpoint", "head:29400")
 
@@ -49,8 +50,11 @@ def test_a_node_that_passes_is_not_kept_out(caplog: pytest.LogCaptureFixture) ->
     assert caplog.messages == []
 
 
-def test_it_waits_longer_each_time_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_it_waits_longer_each_time_and_says_so_once(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     caplog.set_level(logging.INFO, "ft_wrapper")
+    monkeypatch.setenv("FT_WRAPPER_EVENTS", str(tmp_path / "events.jsonl"))
     passed, reasons, waits = tries(*["no disk"] * 100, "")
     assert not passed
     assert reasons == ["no disk"] * 100
@@ -59,6 +63,8 @@ def test_it_waits_longer_each_time_and_says_so_once(caplog: pytest.LogCaptureFix
     out, come = caplog.messages
     assert out == "node 7 is kept out of the job until it passes its check: no disk"
     assert come.startswith("node 7 has passed its check after ")
+    (kept_out,) = load(str(tmp_path / "events.jsonl"))
+    assert (kept_out["event"], kept_out["line"]) == ("kept_out", "node 7 was kept out: no disk")
 
 
 def test_another_reason_is_said_as_well(caplog: pytest.LogCaptureFixture) -> None:

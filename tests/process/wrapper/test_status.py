@@ -126,7 +126,8 @@ def test_a_job_that_goes_to_another_round_is_watched_there(
     monkeypatch.setattr(control, "TIMEOUT", timedelta(seconds=0.5))
     node = Node("7", address="here")
     seat = Seat(0, 0, 1, "default", node, "7")
-    record = RendezvousRecord(2, 2, complete=True, seats=(seat,))
+    notice = Notice("node 7", "SIGTERM", 9.0)
+    record = RendezvousRecord(2, 2, complete=True, seats=(seat,), notice=notice)
     with contextlib.ExitStack() as opened:
         ends = [opened.enter_context(contextlib.ExitStack()) for _ in range(3)]
         servers = [end.enter_context(contextlib.closing(TCPStoreServer(0))) for end in ends]
@@ -136,7 +137,9 @@ def test_a_job_that_goes_to_another_round_is_watched_there(
         snapshot, _ = register.replace(register.read(), record)
         store.set(endpoint_key(0), first)
         statuses = control.follow(meeting, 0.1, opened)
-        assert [one.place for one in next(statuses).nodes] == ["seat"]
+        seen = next(statuses)
+        assert [one.place for one in seen.nodes] == ["seat"]
+        assert seen.to_text().endswith("\nlast notice: node 7: SIGTERM")
         if not stays:
             ends[1].close()
         begun = dataclasses.replace(record, round=1, complete=False)

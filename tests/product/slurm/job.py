@@ -1,6 +1,8 @@
 """A training as a user of SLURM writes it: live state, and checkpoints in a shared folder.
 
 ftrun job.py FOLDER STEPS SECONDS_PER_STEP
+
+With PLAIN=1 there is no live state, but the same checkpoints.
 """
 
 from __future__ import annotations
@@ -15,10 +17,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from torch.nn.parallel import DistributedDataParallel
+
 from ft_wrapper import CallWrapper, LiveState, Wrapper
 from ft_wrapper.checkpoints import Checkpoints
 
 HUNGRY = "HUNGRY" in os.environ  # rank 1 takes all memory in step 20
+PLAIN = "PLAIN" in os.environ
 EVERY = 20  # steps from one checkpoint to the next
 
 
@@ -67,9 +72,35 @@ def train(call_wrapper: CallWrapper, folder: str, steps: int, pause: float) -> s
             value.load_state_dict(state[name])
         return newest.step
 
+    def entered(step):
+        say(f"ENTER rank {rank} of {dist.get_world_size()} on {socket.gethostname()} at step {step}")
+
+    def done(step):
+        say(f"STEP {step} rank {rank} pid {os.getpid()}")
+        time.sleep(pause)  # what a real step takes
+
+    if PLAIN:
+        torch.manual_seed(0)
+        objects, saved = build(), None
+        first = restore(objects)
+        ddp = DistributedDataParallel(objects["model"])
+        entered(first)
+        for step in range(first, steps):
+            call_wrapper.ping(step)
+            objects["optimizer"].zero_grad()
+            data = torch.randn(16, 32, generator=torch.Generator().manual_seed(1000 * step + rank))
+            (ddp(data) - 1).square().mean().backward()
+            objects["optimizer"].step()
+            done(step)
+            notice = call_wrapper.notice
+            if (step + 1) % EVERY == 0 or (notice is not None and notice.id != saved):
+                save(objects, step + 1)
+                saved = notice and notice.id
+        return digest(objects["model"])
+
     live = LiveState(call_wrapper, build, restore=restore, on_notice=save, seed=0)
     ddp = live.data_parallel(find_unused_parameters=True)
-    say(f"ENTER rank {rank} of {dist.get_world_size()} on {socket.gethostname()} at step {live.step}")
+    entered(live.step)
     for step in live.steps(steps):
         live["optimizer"].zero_grad()
         (ddp(torch.randn(16, 32)) - 1).square().mean().backward()
@@ -78,8 +109,7 @@ def train(call_wrapper: CallWrapper, folder: str, steps: int, pause: float) -> s
             hog = [bytearray(os.urandom(1 << 20) * 16)]
             while True:  # until the kernel ends it
                 hog.append(bytearray(hog[0]))
-        say(f"STEP {step} rank {rank} pid {os.getpid()}")
-        time.sleep(pause)  # what a real step takes
+        done(step)
         if (step + 1) % EVERY == 0:
             save({name: live[name] for name in ("model", "optimizer")}, step + 1)
     return digest(live["model"])

@@ -156,6 +156,27 @@ def test_an_end_without_a_fault_is_called_what_it_was(kind: str, shape: str) -> 
     assert incident.seats == ((("gpu000", 1),) if kind == "drained" else ())
 
 
+def test_notes_of_agents_come_once_and_in_order() -> None:
+    """Each agent notes the notice, and the end."""
+    agents = [one for one in one_fault(None).records if one["event"] == "agent_started"]
+    lines = [
+        ("notice", "node 1: SIGTERM"),
+        ("result", "exit code 75"),
+        *[("kept_out", f"{n}") for n in range(19)],
+    ]
+    notes = [
+        one | {"event": event, "line": line, "monotonic": one["monotonic"] + number}
+        for number, (event, line) in enumerate(lines)
+        for one in reversed(agents)
+    ]
+    report = report_of([*one_fault(None).records, *notes])
+    expected = [line for _, line in lines[:20]] + ["1 more"]
+    assert report.notes == expected
+    assert "\n".join(expected) in report.to_text()
+    assert json.loads(report.to_json())["notes"] == expected
+    assert report_of(one_fault(None).records).notes == []
+
+
 def test_a_hang_of_very_many_is_marked_in_no_row() -> None:
     job = one_fault("SOFT_TIMEOUT", nodes=4, ranks=4)
     found = picture([record for record in job.records if record["event"] != "restarted"])
