@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-
 from torch.nn.parallel import DistributedDataParallel
 
 from ft_wrapper import CallWrapper, LiveState, Wrapper

@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -75,6 +76,10 @@ class Training:
         where = f"{self.slurm.nodes[0]}:{PORT}"
         return joined(self.slurm.call("ftrun", command, *words, where, env={"FT_WRAPPER_SECRET": secret}))
 
+    def status(self, job: Job) -> str:
+        """What ``ftrun status`` says of a job."""
+        return self.call(job, "status")
+
     def report(self) -> str:
         """What ``ftrun report`` says afterwards, in one line."""
         return joined(self.slurm.call("ftrun", "report", str(self.folder / "events")))
@@ -133,21 +138,37 @@ def training(slurm: Slurm, tmp_path: Path) -> Iterator[Training]:
         slurm.repair()
 
 
+#: Variables of jobs with live state, and without.
+KINDS: dict[str, dict[str, str]] = {"live": {}, "plain": {"PLAIN": "1"}}
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
 @pytest.fixture(scope="module")
-def clean(slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """A job without faults, which has ended."""
-    job = Training(slurm, tmp_path_factory.mktemp("clean")).start()
-    assert job.end() == DONE, job.describe()
-    return job
+def clean(slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Job]:
+    """A job of a kind without faults, which has ended."""
+
+    @functools.cache
+    def run(kind: str) -> Job:
+        job = Training(slurm, tmp_path_factory.mktemp(kind)).start(**KINDS[kind])
+        assert job.end() == DONE, job.describe()
+        return job
+
+    return run
 
 
 @pytest.fixture
-def weights(clean: Job) -> list[str]:
+def weights(clean: Callable[[str], Job], request: pytest.FixtureRequest) -> list[str]:
     """What the ranks return without faults."""
-    return results(clean)
+    return results(clean("plain" if "plain" in request.node.name else "live"))
 
 
-def test_a_clean_run(clean: Job) -> None:
+@each_kind
+def test_a_clean_run(kind: str, clean: Callable[[str], Job]) -> None:
+    check_clean(clean(kind))
+
+
+def check_clean(clean: Job) -> None:
+    """Asserts that a job has done each step once, and left nothing behind."""
     assert len(results(clean)) == 3 and len(set(results(clean))) == 1, clean.describe()
     assert lost(clean) == 0
     assert len(clean.steps) == 3 * STEPS
@@ -161,11 +182,12 @@ def test_a_killed_rank(training: Training, weights: list[str]) -> None:
     job.until_said(
         "restart 1: rank 1", "killed by SIGKILL; 1 still running on this node; it is started again"
     )
-    assert f"rank 1 (slot 1 on {training.slurm.nodes[1]}" in training.call(job, "status")
+    cause = rf"rank 1 \(slot 1 on {training.slurm.nodes[1]} pid \d+\) died"
+    assert re.search(f"last fault: {cause}", training.status(job))
     assert job.end() == DONE, job.describe()
     assert lost(job) == 0
     assert results(job) == weights
-    assert f"rank 1 (slot 1 on {training.slurm.nodes[1]}" in training.report()
+    assert re.search(cause, training.report())
 
 
 def test_a_killed_ftrun(training: Training, slurm: Slurm) -> None:
@@ -174,34 +196,40 @@ def test_a_killed_ftrun(training: Training, slurm: Slurm) -> None:
     job.until_said("STEP 22 rank 1")
     job.agent(slurm.nodes[1]).kill()
     job.until_said("was killed by SIGKILL after", "restart 1: ")
-    assert slurm.nodes[1] in training.call(job, "status")
+    cause = rf"slot 1 \(on {slurm.nodes[1]} pid \d+\) was lost: node 1 has been started again"
+    assert re.search(f"last fault: {cause}", training.status(job))
     assert job.end() == DONE, job.describe()
     assert lost(job) == 0
     assert len(results(job)) == 3 and len(set(results(job))) == 1, job.describe()
-    assert f"slot 1 (on {slurm.nodes[1]}" in training.report()
+    assert re.search(cause, training.report())
 
 
 def test_a_killed_supervisor(training: Training, slurm: Slurm) -> None:
     """With it its ftrun and its ranks are gone; the other nodes go on."""
-    job = training.start()
+    job = training.start(pause=0.3)
     job.until_said("STEP 22 rank 1")
     job.task(slurm.nodes[1]).kill()
+    job.until_said("restart 1: ")
+    assert f"went down with node 1 ({slurm.nodes[1]})" in training.status(job)
     assert job.end() == DONE, job.describe()
     assert lost(job) == 0
     assert len(results(job)) == 2 and len(set(results(job))) == 1, job.describe()
     assert f"no heartbeat from node 1 ({slurm.nodes[1]}) for 15 s" in job.said
-    assert "went down with node 1" in training.report()
+    assert f"went down with node 1 ({slurm.nodes[1]})" in training.report()
 
 
 def test_a_killed_slurmstepd(training: Training, slurm: Slurm, weights: list[str]) -> None:
-    """SLURM knows nothing of the node's task from then on; the task ends with the job."""
-    job = training.start()
+    """SLURM knows nothing of the task from then on; it ends with the job, which loses nothing."""
+    job = training.start(pause=0.3)
     job.until_said("STEP 22 rank 1")
     job.task(slurm.nodes[1]).parents()[1].kill()
+    job.until_said("srun: error: ")
+    status = training.status(job)
+    assert "running: iteration 0 of call 0, 3 of 3 ranks active" in status and "last fault" not in status
     assert job.end() == DONE, job.describe()
     assert lost(job) == 0
     assert results(job) == weights
-    assert "srun: error: " in job.said
+    assert "0 restarts in" in training.report()
 
 
 def test_a_later_node_loses_its_power(training: Training, slurm: Slurm) -> None:
@@ -209,7 +237,7 @@ def test_a_later_node_loses_its_power(training: Training, slurm: Slurm) -> None:
     job.until_said("STEP 22 rank 2")
     slurm.power_off(slurm.nodes[2])
     job.until_said("restart 1: ")
-    assert f"went down with node 2 ({slurm.nodes[2]})" in training.call(job, "status")
+    assert f"went down with node 2 ({slurm.nodes[2]})" in training.status(job)
     assert job.end() == DONE, job.describe()
     assert lost(job) == 0
     assert len(results(job)) == 2 and len(set(results(job))) == 1, job.describe()
@@ -231,12 +259,16 @@ def test_the_first_node_loses_its_power(training: Training, slurm: Slurm, weight
     assert entries(job)[1] % EVERY == 0 < entries(job)[1]
     assert 0 < lost(job) <= EVERY
     assert results(job) == weights
+    ends = f"job {job.number}-0: .* exit code 75 \\(infrastructure\\): the rendezvous store is lost: .*"
+    assert re.search(f"{ends} job {job.number}-1: ", training.report())
 
 
 def test_a_node_is_set_down(training: Training, slurm: Slurm) -> None:
-    job = training.start()
+    job = training.start(pause=0.3)
     job.until_said("STEP 22 rank 2")
     slurm.call("scontrol", "update", f"nodename={slurm.nodes[2]}", "state=down", "reason=test")
+    job.until_said("restart 1: ")
+    assert f"went down with node 2 ({slurm.nodes[2]})" in training.status(job)
     assert job.end() == DONE, job.describe()
     assert lost(job) == 0
     assert len(results(job)) == 2 and len(set(results(job))) == 1, job.describe()
@@ -251,13 +283,14 @@ def test_a_bad_node_is_kept_out_until_it_is_repaired(training: Training, slurm: 
     options = ("--node-check", check, "--rdzv-conf", "last_call_timeout=3")
     job = training.start(*options, pause=0.6)
     job.until_said("STEP 2 rank 1")
-    status = training.call(job, "status")
+    status = training.status(job)
     assert re.search("node 1 is kept out since .*: --node-check: a broken link", status), status
     broken.unlink()
     job.until_said(f"node 1 ({slurm.nodes[1]}) has passed its check", "has group rank 2 of 3 in round 0")
     assert job.end() == DONE, job.describe()
     assert lost(job) == 0
     assert len(set(results(job)) - {"None"}) == 1, job.describe()
+    assert f"node 1 ({slurm.nodes[1]}) was kept out: --node-check: a broken link" in training.report()
 
 
 def test_a_drained_node(training: Training, slurm: Slurm) -> None:
@@ -267,30 +300,53 @@ def test_a_drained_node(training: Training, slurm: Slurm) -> None:
     task = job.task(slurm.nodes[2])
     training.call(job, "drain", "node:2")
     assert psutil.wait_procs([task], timeout=60)[1] == [], job.describe()
-    assert "rank 2 (slot 2" in training.call(job, "status")
+    assert re.search(r"rank 2 \(slot 2 on \S+ pid \d+\) was drained", training.status(job))
     assert job.end() == DONE, job.describe()
     assert lost(job) == 0
     assert len(results(job)) == 2 and len(set(results(job))) == 1, job.describe()
     assert re.search(r"rank 2 \(slot 2 on \S+ pid \d+\) was drained", training.report())
 
 
-def test_a_notice_ends_nothing(training: Training, slurm: Slurm, weights: list[str]) -> None:
-    job = training.start()
+@each_kind
+def test_a_notice_ends_nothing(kind: str, training: Training, slurm: Slurm, weights: list[str]) -> None:
+    job = training.start(pause=0.3, **KINDS[kind])
     job.until_said("STEP 22 rank 1")
     slurm.call("scancel", "--signal=USR1", f"{job.number}.0")
+    job.until_said("notice from ")
+    assert re.search(r"last notice: node \d: SIGUSR1", training.status(job))
     assert job.end() == DONE, job.describe()
-    assert re.search(r"notice: node \d: SIGUSR1, \d+ s left", job.said)
+    assert re.search(r"notice from node \d: SIGUSR1, \d+ s left", training.report())
     assert len(saved(job)) <= 1  # none where it came in a step that saves anyway
     assert lost(job) == 0 and entries(job) == [0]
     assert results(job) == weights
 
 
-def test_sigterm(training: Training, slurm: Slurm, weights: list[str]) -> None:
-    job = training.start()
+@each_kind
+def test_sigterm(kind: str, training: Training, slurm: Slurm, weights: list[str]) -> None:
+    job = training.start(**KINDS[kind])
     job.until_said("STEP 22 rank 1")
     slurm.call("scancel", "--signal=TERM", f"{job.number}.0")
     assert job.end() == DONE, job.describe()
     goes_on_where_it_was(job, weights)
+    names_the_end(job, training)
+
+
+def names_the_end(job: Job, training: Training) -> None:
+    """Asserts that the report says how the first attempt ended, and has the second one."""
+    notice = r"node \d: SIGTERM, \d+ s left; the job ends"
+    ends = rf"job {job.number}-0: .* notice from {notice} exit code 75 \(preempted\): {notice} "
+    assert re.search(f"{ends}.*job {job.number}-1: ", training.report())
+
+
+def test_the_status_after_sigterm(training: Training, slurm: Slurm) -> None:
+    """The job ends when its next step begins, which is so long that the status can be asked for before."""
+    job = training.start(pause=8.0)
+    job.until_said("STEP 2 rank 1")
+    slurm.call("scancel", "--signal=TERM", f"{job.number}.0")
+    job.until_said("; the job ends")
+    status = training.status(job)
+    assert re.search(r"last notice: node \d: SIGTERM; the job ends", status), status
+    assert " leaving " in status
 
 
 def goes_on_where_it_was(job: Job, weights: list[str]) -> None:
@@ -306,15 +362,18 @@ def test_the_time_limit(training: Training, weights: list[str]) -> None:
     job = training.start(sbatch=("--time=1", "--signal=B:USR1@25"), pause=0.3)
     assert job.end() == DONE, job.describe()
     goes_on_where_it_was(job, weights)
+    names_the_end(job, training)
 
 
-def test_preemption(training: Training, slurm: Slurm, weights: list[str]) -> None:
-    job = training.start()
+@each_kind
+def test_preemption(kind: str, training: Training, slurm: Slurm, weights: list[str]) -> None:
+    job = training.start(**KINDS[kind])
     job.until_said("STEP 22 rank 1")
     urgent = training.submit("--partition=high", "--nodes=3", "--wrap=srun hostname")
     assert urgent.end() == DONE, job.describe()
     assert job.end() == DONE, job.describe()
     goes_on_where_it_was(job, weights)
+    names_the_end(job, training)
 
 
 def test_a_chain_of_jobs(training: Training, slurm: Slurm, weights: list[str]) -> None:
@@ -327,6 +386,7 @@ def test_a_chain_of_jobs(training: Training, slurm: Slurm, weights: list[str]) -
     assert second.end() == DONE, second.describe()
     assert lost(second) == 0  # of both: they write into one folder
     assert results(second) == weights
+    assert re.search(rf"job {first.number}-0: .* exit code 75 \(preempted\): .*", training.report())
 
 
 def test_a_cancelled_job_saves_and_is_not_requeued(training: Training, slurm: Slurm) -> None:
@@ -338,6 +398,7 @@ def test_a_cancelled_job_saves_and_is_not_requeued(training: Training, slurm: Sl
     assert saved(job) or "SAVED step 40" in job.said, job.describe()
     assert job.shown()["Restarts"] == "0"
     assert left_files(job) == []
+    assert re.search(r"exit code 75 \(preempted\): node \d: SIGTERM", training.report())
 
 
 def test_a_second_step(training: Training, slurm: Slurm) -> None:
@@ -348,14 +409,20 @@ def test_a_second_step(training: Training, slurm: Slurm) -> None:
         said, _ = refused.communicate(timeout=120)
     assert refused.returncode == 2, said
     assert "node id '0', from SLURM_PROCID or JOB_COMPLETION_INDEX, belongs to a live agent" in said
+    status = training.status(job)
+    assert "3 of 3 ranks active" in status and "last fault" not in status
     job.task(slurm.nodes[2]).kill()
+    cause = r"slot 2 \(on \S+ pid \d+\) was lost: node 2 has been started again"
     with second_step(training, job, "--node-id", "2") as step:
+        job.until_said("restart 1: ")
+        assert re.search(f"last fault: {cause}", training.status(job)), job.describe()
         said, _ = step.communicate(timeout=180)
     assert step.returncode == 0, said
     assert "ENTER rank 2 of 3" in said
     assert job.end() == DONE, job.describe()
     assert lost(job) == 0
     assert [line.rpartition(" ")[2] for line in said.splitlines() if "RESULT" in line] == results(job)[:1]
+    assert re.search(cause, training.report())
 
 
 def second_step(training: Training, job: Job, *options: str) -> subprocess.Popen[str]:
@@ -372,6 +439,7 @@ A_TASK_A_RANK = """#!/bin/bash
 #SBATCH --ntasks-per-node=1 --no-kill
 export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -1) MASTER_PORT=29500
 srun --wait=0 --kill-on-bad-exit=0 --no-kill --output=ft-%j-%N.log bash -c '
+    export FT_WRAPPER_EVENTS=$PWD/events/events-$SLURMD_NODENAME.jsonl
     export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID
     exec python "$@"' rank "$@"
 """
@@ -381,20 +449,27 @@ def test_a_task_for_each_rank(training: Training) -> None:
     """Without ftrun: no rank is started again, and the job ends with the exit code of the killed one."""
     script = training.folder / "ranks.sbatch"
     script.write_text(A_TASK_A_RANK)
+    (training.folder / "events").mkdir()
     job = training.submit("--nodes=3", str(script), *training.work())
     job.until_said("STEP 22 rank 1")
     os.kill(job.pid(1), signal.SIGKILL)
     assert job.end() == "FAILED 137:0", job.describe()
     assert lost(job) == 0
     assert len(results(job)) == 2 and len(set(results(job))) == 1, job.describe()
-    assert re.search(r"restart 1: rank 1 \(slot 1 on \S+ pid \d+\) died", job.said)
+    cause = r"rank 1 \(slot 1 on \S+ pid \d+\) died"
+    assert re.search(f"restart 1: {cause}", job.said)
+    assert re.search(cause, training.report())
 
 
 def test_out_of_memory(training: Training, slurm: Slurm, weights: list[str]) -> None:
     """The kernel ends the rank that takes too much of its job's memory."""
-    job = training.start(sbatch=("--mem=1500",), HUNGRY="1")
+    job = training.start(sbatch=("--mem=1500",), pause=0.3, HUNGRY="1")
+    job.until_said("restart 1: ")
+    where = rf"rank 1 \(slot 1 on {slurm.nodes[1]} pid \d+\)"
+    cause = rf"{where} died \(out of memory\? the kernel has killed 1\)"
+    assert re.search(f"last fault: {cause}", training.status(job))
     assert job.end() == DONE, job.describe()
     assert "killed by SIGKILL (out of memory? the kernel has killed 1 meanwhile)" in job.said
     assert lost(job) == 0
     assert results(job) == weights
-    assert f"rank 1 (slot 1 on {slurm.nodes[1]}" in training.report()
+    assert re.search(cause, training.report())
