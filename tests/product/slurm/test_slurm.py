@@ -191,13 +191,15 @@ def test_a_killed_rank(training: Training, weights: list[str]) -> None:
 
 
 def test_a_killed_ftrun(training: Training, slurm: Slurm) -> None:
-    """Its supervisor starts it again, and its rank comes back."""
+    """Its supervisor starts it again, and its rank comes back. It may see its agent end before it is killed."""
     job = training.start(pause=0.3)
     job.until_said("STEP 22 rank 1")
     job.agent(slurm.nodes[1]).kill()
     job.until_said("was killed by SIGKILL after", "restart 1: ")
-    cause = rf"slot 1 \(on {slurm.nodes[1]} pid \d+\) was lost: node 1 has been started again"
-    assert re.search(f"last fault: {cause}", training.status(job))
+    where = rf"slot 1 (\(on|on) {slurm.nodes[1]} pid \d+\)"
+    saw = "raised ft_wrapper.exception.InternalError: this rank's monitor inside the agent ended"
+    cause = f"{where} (was lost: node 1 has been started again|{saw})"
+    assert re.search(f"last fault: .*{cause}", training.status(job))
     assert job.end() == DONE, job.describe()
     assert lost(job) == 0
     assert len(results(job)) == 3 and len(set(results(job))) == 1, job.describe()
@@ -223,13 +225,14 @@ def test_a_killed_slurmstepd(training: Training, slurm: Slurm, weights: list[str
     job = training.start(pause=0.3)
     job.until_said("STEP 22 rank 1")
     job.task(slurm.nodes[1]).parents()[1].kill()
-    job.until_said("srun: error: ")
+    job.until_said("STEP 40 rank 1")
     status = training.status(job)
     assert "running: iteration 0 of call 0, 3 of 3 ranks active" in status and "last fault" not in status
     assert job.end() == DONE, job.describe()
     assert lost(job) == 0
     assert results(job) == weights
     assert "0 restarts in" in training.report()
+    assert "srun: error: " in job.said
 
 
 def test_a_later_node_loses_its_power(training: Training, slurm: Slurm) -> None:
