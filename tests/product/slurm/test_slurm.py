@@ -80,6 +80,15 @@ class Training:
         """What ``ftrun status`` says of a job."""
         return self.call(job, "status")
 
+    def watch(self, job: Job) -> subprocess.Popen[str]:
+        """Starts ``ftrun status --watch``; returns once it has printed a status."""
+        secret = (self.folder / f"ft-{job.number}.secret").read_text()
+        words = ("status", "--watch", "--interval", "0.5", f"{self.slurm.nodes[0]}:{PORT}")
+        watch = self.slurm.start("env", f"FT_WRAPPER_SECRET={secret}", "ftrun", *words)
+        assert watch.stdout is not None
+        assert watch.stdout.readline().startswith("running"), job.describe()
+        return watch
+
     def report(self) -> str:
         """What ``ftrun report`` says afterwards, in one line."""
         return joined(self.slurm.call("ftrun", "report", str(self.folder / "events")))
@@ -191,15 +200,18 @@ def test_a_killed_rank(training: Training, weights: list[str]) -> None:
 
 
 def test_a_killed_ftrun(training: Training, slurm: Slurm) -> None:
-    """Its supervisor starts it again, and its rank comes back. It may see its agent end before it is killed."""
+    """Its supervisor starts it again, and its rank comes back. The rank may see its agent's end first."""
     job = training.start(pause=0.3)
     job.until_said("STEP 22 rank 1")
-    job.agent(slurm.nodes[1]).kill()
-    job.until_said("was killed by SIGKILL after", "restart 1: ")
+    with training.watch(job) as watch:
+        job.agent(slurm.nodes[1]).kill()
+        job.until_said("was killed by SIGKILL after", "restart 2: ")
+        watch.terminate()
+        statuses, _ = watch.communicate(timeout=60)
     where = rf"slot 1 (\(on|on) {slurm.nodes[1]} pid \d+\)"
     saw = "raised ft_wrapper.exception.InternalError: this rank's monitor inside the agent ended"
     cause = f"{where} (was lost: node 1 has been started again|{saw})"
-    assert re.search(f"last fault: .*{cause}", training.status(job))
+    assert re.search(f"last fault: .*{cause}", statuses), statuses
     assert job.end() == DONE, job.describe()
     assert lost(job) == 0
     assert len(results(job)) == 3 and len(set(results(job))) == 1, job.describe()
