@@ -363,12 +363,19 @@ class Job:
         """Waits until all of some texts are there."""
         until(lambda: all(w in self.said for w in words), " and ".join(words), seconds, self.describe)
 
+    def go_on(self) -> None:
+        """Lets it go on if it is held."""
+        (self.folder / "hold").unlink(missing_ok=True)
+
     def end(self, seconds: float = 240.0) -> str:
         """Waits for its end; returns state and exit code. Requeued, it starts at once, not after two minutes.
+
+        A job that is held goes on.
 
         Args:
             seconds: how long each attempt may take.
         """
+        self.go_on()
         for attempt in itertools.count(1):
             look = functools.partial(self._is_over, attempt)
             until(look, "the job is over, or requeued", seconds, self.describe)

@@ -2,7 +2,8 @@
 
 ftrun job.py FOLDER STEPS SECONDS_PER_STEP
 
-With PLAIN=1 there is no live state, but the same checkpoints.
+With PLAIN=1 there is no live state, but the same checkpoints. At step HELD it waits as long as FOLDER/../hold
+exists.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from ft_wrapper.checkpoints import Checkpoints
 HUNGRY = "HUNGRY" in os.environ  # rank 1 takes all memory in step 20
 PLAIN = "PLAIN" in os.environ
 EVERY = 20  # steps from one checkpoint to the next
+HELD = 60
 
 
 def build():
@@ -77,6 +79,9 @@ def train(call_wrapper: CallWrapper, folder: str, steps: int, pause: float) -> s
     def done(step):
         say(f"STEP {step} rank {rank} pid {os.getpid()}")
         time.sleep(pause)  # what a real step takes
+        while step == HELD and Path(folder).with_name("hold").exists():
+            call_wrapper.ping()
+            time.sleep(0.1)
 
     if PLAIN:
         torch.manual_seed(0)

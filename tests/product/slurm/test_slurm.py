@@ -45,7 +45,13 @@ class Training:
         self.slurm, self.folder, self.jobs = slurm, folder, list[Job]()
 
     def start(
-        self, *options: str, sbatch: tuple[str, ...] = (), steps: int = STEPS, pause: float = 0.2, **env: str
+        self,
+        *options: str,
+        sbatch: tuple[str, ...] = (),
+        steps: int = STEPS,
+        pause: float = 0.2,
+        hold: bool = False,
+        **env: str,
     ) -> Job:
         """Submits a job of the script.
 
@@ -54,8 +60,11 @@ class Training:
             sbatch: options of sbatch.
             steps: how many there are.
             pause: how long each one takes.
+            hold: whether it waits at step 60 until `Job.end`, so that it can be asked for its status.
             env: variables of the job.
         """
+        if hold:
+            (self.folder / "hold").touch()
         script = (str(SCRIPT), "--events", str(self.folder / "events"), *options)
         env = {"RANKS_PER_NODE": "1", "MIN_NODES": "2", **env}
         return self.submit("--nodes=3", *sbatch, *script, *self.work(steps, pause), **env)
@@ -185,7 +194,7 @@ def check_clean(clean: Job) -> None:
 
 
 def test_a_killed_rank(training: Training, weights: list[str]) -> None:
-    job = training.start(pause=0.3)
+    job = training.start(hold=True)
     job.until_said("STEP 22 rank 1")
     os.kill(job.pid(1), signal.SIGKILL)
     job.until_said(
@@ -201,7 +210,7 @@ def test_a_killed_rank(training: Training, weights: list[str]) -> None:
 
 def test_a_killed_ftrun(training: Training, slurm: Slurm) -> None:
     """Its supervisor starts it again, and its rank comes back. The rank may see its agent's end first."""
-    job = training.start(pause=0.3)
+    job = training.start(hold=True)
     job.until_said("STEP 22 rank 1")
     with training.watch(job) as watch:
         job.agent(slurm.nodes[1]).kill()
@@ -220,7 +229,7 @@ def test_a_killed_ftrun(training: Training, slurm: Slurm) -> None:
 
 def test_a_killed_supervisor(training: Training, slurm: Slurm) -> None:
     """With it its ftrun and its ranks are gone; the other nodes go on."""
-    job = training.start(pause=0.3)
+    job = training.start(hold=True)
     job.until_said("STEP 22 rank 1")
     job.task(slurm.nodes[1]).kill()
     job.until_said("restart 1: ")
@@ -234,7 +243,7 @@ def test_a_killed_supervisor(training: Training, slurm: Slurm) -> None:
 
 def test_a_killed_slurmstepd(training: Training, slurm: Slurm, weights: list[str]) -> None:
     """SLURM knows nothing of the task from then on; it ends with the job, which loses nothing."""
-    job = training.start(pause=0.3)
+    job = training.start(hold=True)
     job.until_said("STEP 22 rank 1")
     job.task(slurm.nodes[1]).parents()[1].kill()
     job.until_said("STEP 40 rank 1")
@@ -248,7 +257,7 @@ def test_a_killed_slurmstepd(training: Training, slurm: Slurm, weights: list[str
 
 
 def test_a_later_node_loses_its_power(training: Training, slurm: Slurm) -> None:
-    job = training.start(pause=0.3)
+    job = training.start(hold=True)
     job.until_said("STEP 22 rank 2")
     slurm.power_off(slurm.nodes[2])
     job.until_said("restart 1: ")
@@ -279,7 +288,7 @@ def test_the_first_node_loses_its_power(training: Training, slurm: Slurm, weight
 
 
 def test_a_node_is_set_down(training: Training, slurm: Slurm) -> None:
-    job = training.start(pause=0.3)
+    job = training.start(hold=True)
     job.until_said("STEP 22 rank 2")
     slurm.call("scontrol", "update", f"nodename={slurm.nodes[2]}", "state=down", "reason=test")
     job.until_said("restart 1: ")
@@ -296,7 +305,7 @@ def test_a_bad_node_is_kept_out_until_it_is_repaired(training: Training, slurm: 
     broken.touch()
     check = f"test ! -e {training.folder}/broken-$(hostname) || {{ echo a broken link; exit 1; }}"
     options = ("--node-check", check, "--rdzv-conf", "last_call_timeout=3")
-    job = training.start(*options, pause=0.6)
+    job = training.start(*options, hold=True)
     job.until_said("STEP 2 rank 1")
     status = training.status(job)
     assert re.search("node 1 is kept out since .*: --node-check: a broken link", status), status
@@ -310,7 +319,7 @@ def test_a_bad_node_is_kept_out_until_it_is_repaired(training: Training, slurm: 
 
 def test_a_drained_node(training: Training, slurm: Slurm) -> None:
     """Its task ends early; srun would end the step 5 s later, by WaitTime, if the script let it."""
-    job = training.start(pause=0.3)
+    job = training.start(hold=True)
     job.until_said("STEP 22 rank 2")
     task = job.task(slurm.nodes[2])
     training.call(job, "drain", "node:2")
@@ -324,7 +333,7 @@ def test_a_drained_node(training: Training, slurm: Slurm) -> None:
 
 @each_kind
 def test_a_notice_ends_nothing(kind: str, training: Training, slurm: Slurm, weights: list[str]) -> None:
-    job = training.start(pause=0.3, **KINDS[kind])
+    job = training.start(hold=True, **KINDS[kind])
     job.until_said("STEP 22 rank 1")
     slurm.call("scancel", "--signal=USR1", f"{job.number}.0")
     job.until_said("notice from ")
@@ -418,7 +427,7 @@ def test_a_cancelled_job_saves_and_is_not_requeued(training: Training, slurm: Sl
 
 def test_a_second_step(training: Training, slurm: Slurm) -> None:
     """Its tasks count from 0 again, too: with an id of its own it comes in, without one it is refused."""
-    job = training.start(pause=1.0)
+    job = training.start(hold=True)
     job.until_said("STEP 2 rank 2")
     with second_step(training, job) as refused:
         said, _ = refused.communicate(timeout=120)
@@ -426,12 +435,16 @@ def test_a_second_step(training: Training, slurm: Slurm) -> None:
     assert "node id '0', from SLURM_PROCID or JOB_COMPLETION_INDEX, belongs to a live agent" in said
     status = training.status(job)
     assert "3 of 3 ranks active" in status and "last fault" not in status
-    job.task(slurm.nodes[2]).kill()
     cause = r"slot 2 \(on \S+ pid \d+\) was lost: node 2 has been started again"
-    with second_step(training, job, "--node-id", "2") as step:
-        job.until_said("restart 1: ")
-        assert re.search(f"last fault: {cause}", training.status(job)), job.describe()
-        said, _ = step.communicate(timeout=180)
+    with training.watch(job) as watch:
+        job.task(slurm.nodes[2]).kill()
+        with second_step(training, job, "--node-id", "2") as step:
+            until(lambda: job.said.count("ENTER rank 0 of 3") == 2, "its rank is in", said=job.describe)
+            watch.terminate()
+            statuses, _ = watch.communicate(timeout=60)
+            job.go_on()
+            said, _ = step.communicate(timeout=180)
+    assert re.search(f"last fault: {cause}", statuses), statuses
     assert step.returncode == 0, said
     assert "ENTER rank 2 of 3" in said
     assert job.end() == DONE, job.describe()
@@ -447,7 +460,7 @@ def second_step(training: Training, job: Job, *options: str) -> subprocess.Popen
     where = (f"--jobid={job.number}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={slurm.nodes[2]}")
     meeting = ("--rdzv-endpoint", f"{slurm.nodes[0]}:{PORT}", "--rdzv-id", f"{job.number}-0")
     ftrun = ("ftrun", "--nnodes", "2:3", "--nproc-per-node", "1", *meeting, "--job-secret-file", secret)
-    return slurm.start("srun", *where, *ftrun, *options, *training.work(pause=1.0))
+    return slurm.start("srun", *where, *ftrun, *options, *training.work())
 
 
 A_TASK_A_RANK = """#!/bin/bash
@@ -478,7 +491,7 @@ def test_a_task_for_each_rank(training: Training) -> None:
 
 def test_out_of_memory(training: Training, slurm: Slurm, weights: list[str]) -> None:
     """The kernel ends the rank that takes too much of its job's memory."""
-    job = training.start(sbatch=("--mem=1500",), pause=0.3, HUNGRY="1")
+    job = training.start(sbatch=("--mem=1500",), hold=True, HUNGRY="1")
     job.until_said("restart 1: ")
     where = rf"rank 1 \(slot 1 on {slurm.nodes[1]} pid \d+\)"
     cause = rf"{where} died \(out of memory\? the kernel has killed 1\)"
