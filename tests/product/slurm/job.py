@@ -87,7 +87,8 @@ def train(call_wrapper: CallWrapper, folder: str, steps: int, pause: float) -> s
         torch.manual_seed(0)
         objects, saved = build(), None
         first = restore(objects)
-        ddp = DistributedDataParallel(objects["model"])
+        # Without rebuilt buckets, which would be added up in another order after a restart.
+        ddp = DistributedDataParallel(objects["model"], find_unused_parameters=True)
         entered(first)
         for step in range(first, steps):
             call_wrapper.ping(step)
