@@ -381,7 +381,8 @@ class Job:
             until(look, "the job is over, or requeued", seconds, self.describe)
             if self.shown()["JobState"] != "PENDING":
                 break
-            self.slurm.call("scontrol", "update", f"jobid={self.number}", "starttime=now")
+            # In the second of its end slurmd would refuse it: the credential counts as revoked.
+            self.slurm.call("scontrol", "update", f"jobid={self.number}", "starttime=now+2")
         return self.state
 
     def _is_over(self, attempt: int) -> bool:
