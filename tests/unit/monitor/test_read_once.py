@@ -50,4 +50,5 @@ def test_a_rank_and_a_step_are_none_or_numbers() -> None:
         metrics = RankMetrics()
         metrics.ranks = lambda: [(memory, True)] * 2
         for _ in range(10):
-            assert metrics.read().step == 7
+            metrics.read()
+            assert metrics.step == 7
