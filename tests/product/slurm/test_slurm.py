@@ -383,7 +383,7 @@ def goes_on_where_it_was(job: Job, weights: list[str]) -> None:
 
 
 def test_the_time_limit(training: Training, weights: list[str]) -> None:
-    job = training.start(sbatch=("--time=2", "--signal=B:USR1@25"), pause=0.6)
+    job = training.start(sbatch=("--time=2", "--signal=B:USR1@25"), pause=0.8)
     assert job.end() == DONE, job.describe()
     goes_on_where_it_was(job, weights)
     names_the_end(job, training)
