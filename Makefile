@@ -28,7 +28,7 @@ help:
 	@echo "make soak-nodes the same on two nodes, of which one is lost now and again"
 	@echo "make soak-etcd  the same on three nodes that meet in etcd: any of them is lost, and members of etcd"
 	@echo "make test       lint, documentation and all tests but the nightly ones"
-	@echo "make test-all   the nightly ones too"
+	@echo "make test-all   the nightly ones too, but those of SLURM and pods"
 	@echo "make test-gpu   what one GPU shows, shared by two ranks, or two GPUs; a table of it at the end"
 	@echo "make test-slurm faults in jobs of a real SLURM; as root, on a machine with SLURM's programs"
 	@echo "make test-pods  faults in pods: namespaces of this machine; as root"
@@ -86,7 +86,7 @@ tests: $(INSTALLED)
 	$(PYTEST) $(AT_ONCE) -m "not nightly"
 
 all-tests: $(INSTALLED)
-	$(PYTEST) $(AT_ONCE) -m "not alone"
+	$(PYTEST) $(AT_ONCE) -m "not alone" --ignore tests/product/pods --ignore tests/product/slurm
 
 # One at a time: they look at the device's memory and at the time.
 test-gpu: $(INSTALLED)

@@ -28,7 +28,6 @@ DONE = "COMPLETED 0:0"
 
 pytestmark = [
     pytest.mark.nightly("a stand-in for srun runs the script in tests/product/test_cluster_examples.py"),
-    pytest.mark.slurm("it starts a SLURM"),
     pytest.mark.timeout(600),
 ]
 
