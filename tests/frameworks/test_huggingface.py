@@ -278,8 +278,8 @@ def test_the_order_goes_on_with_the_seed_that_it_began_with(tmp_path: Path) -> N
         (loader,) = made._dataloaders
         loader.set_epoch(1)
         orders.append([batch.tolist() for batch in loader])
-        save_state(made, checkpoints, 2)
-        assert "custom_checkpoint_0.pkl" in checkpoints.sealed[2]
+        save_state(made, checkpoints, 1 + len(orders))
+        assert "custom_checkpoint_0.pkl" in checkpoints.sealed[1 + len(orders)]
     assert orders[0] == orders[1]
     torch.manual_seed(6)
     made = accelerator()
