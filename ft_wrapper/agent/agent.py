@@ -575,9 +575,6 @@ def _served_job(launch: Launch, cleanup: ExitStack) -> Job:
     cleanup.callback(os.close, locks)
     if launch.job.shares_processor():
         log.info("OMP_NUM_THREADS=1 for each rank, so that they share the processor; set it to tune")
-    return dataclasses.replace(
-        launch.job,
-        run_id=launch.job.run_id or str(uuid.uuid4()),
-        timer_file=cleanup.enter_context(watchdog(launch.job.run_id)),
-        locks=f"/proc/{os.getpid()}/fd/{locks}",
-    )
+    job = dataclasses.replace(launch.job, run_id=launch.job.run_id or str(uuid.uuid4()))
+    timers = cleanup.enter_context(watchdog(job.run_id))
+    return dataclasses.replace(job, timer_file=timers, locks=f"/proc/{os.getpid()}/fd/{locks}")
