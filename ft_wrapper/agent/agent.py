@@ -327,7 +327,6 @@ class Loop:
                     self._carry_out(self._ranks.signalled(signum, signal_name(signum)))
                 elif signum in NOTICES:
                     self._notify(signum)
-                    self._carry_out(self._ranks.noticed("SIGUSR1") if signum == signal.SIGUSR1 else [])
             for key, _ in ready:
                 if isinstance(key.data, RankProcess):
                     self._take_end(key.data)
@@ -336,6 +335,8 @@ class Loop:
             has_orphans = (has_orphans or signal.SIGCHLD in arrived) and not self._reap_orphans()
             for news in self._nodes.inbox.take():
                 self._carry_out(self._ranks.take_news(news))
+            if signal.SIGUSR1 in {*arrived} - signals.ending:  # unless the news is that other nodes got it
+                self._carry_out(self._ranks.noticed("SIGUSR1"))
             self._do_what_is_due()
         return self._ranks.end(self._outcome(self._ranks.needs_outcome_at_end))
 

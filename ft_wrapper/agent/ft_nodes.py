@@ -9,6 +9,7 @@ A node without others (`OneNode`) has a record, too: commands are written into i
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 import os
@@ -366,7 +367,9 @@ class FtNodes(Nodes):
             return "it has no ranks yet"
         leaves = notice.ends or not notice.id
         given = dataclasses.replace(notice, leaving=(handler.node.name,) if leaves else ())
-        return _asked(lambda: handler.change(lambda record: give_notice(record, given)), "giving a notice")
+        known = handler.record.notice if handler.record is not None else None
+        change = functools.partial(give_once, notice=given, known=known)
+        return _asked(lambda: handler.change(change), "giving a notice")
 
     @property
     def keeps_others(self) -> bool:
@@ -653,6 +656,18 @@ def what_follows(state: RendezvousRecord, node: Node, round_number: int) -> News
     if state.policy is RoundPolicy.GROUP and empty:
         return News(What.GONE, f"node {', '.join(empty)} is lost")
     return None
+
+
+def give_once(state: RendezvousRecord, notice: Notice, known: Notice | None) -> RendezvousRecord:
+    """The record with a notice, unless another node has been quicker: a scheduler signals all nodes at once.
+
+    Args:
+        state: the record.
+        notice: the notice. Each node that is about to leave gives its own.
+        known: the one that the node knew as it asked.
+    """
+    new = state.notice if state.notice != known and not notice.leaving else None
+    return state if new is not None and new.why == notice.why else give_notice(state, notice)
 
 
 def news_in(state: RendezvousRecord, node: Node, round_number: int) -> list[News]:

@@ -478,6 +478,8 @@ class Ranks:
         if self.is_stopping or not notice.id or (notice.id, notice.ends) in self._given:
             return []
         self._given.add((notice.id, notice.ends))
+        if not notice.leaving:
+            self._noticed[notice.why] = self._clock()  # its sender may signal this node, too
         if notice.ends:
             self._later.pop(AskDrain, None)
             seconds = min(notice.seconds or 0.0, self._until - self._clock())  # it may be older than it says

@@ -101,7 +101,7 @@ def test_sigterm_at_one_of_three_nodes_costs_no_step(tmp_path: Path, kind: str) 
 
 
 @pytest.mark.parametrize(
-    "way", ["ftrun notice", "SIGUSR1", *at_night("two ways always", ["SIGUSR1 at a rank"])]
+    "way", ["ftrun notice", "SIGUSR1 at all", *at_night("two ways always", ["SIGUSR1", "SIGUSR1 at a rank"])]
 )
 @pytest.mark.parametrize("kind", ["live", *at_night("live state always", ["plain"])])
 def test_a_checkpoint_that_is_asked_for_ends_nothing(tmp_path: Path, kind: str, way: str) -> None:
@@ -112,9 +112,11 @@ def test_a_checkpoint_that_is_asked_for_ends_nothing(tmp_path: Path, kind: str, 
             asked = ftrun("notice", cluster.address, "--within", "30", "--why", "row remapping pending")
             assert asked.returncode == 0, asked.stderr
         else:
-            at_rank = nodes[1].family()[-1] if "rank" in way else nodes[1].process
-            at_rank.send_signal(signal.SIGUSR1)
+            signalled = nodes if "all" in way else nodes[1:]
+            for node in signalled:
+                (node.family()[-1] if "rank" in way else node.process).send_signal(signal.SIGUSR1)
         assert [node.end() for node in nodes] == [0, 0], nodes[0].said
         saved = numbers("saves", *nodes)
         assert len(saved) == 4 and len({*saved}) == 1, "all at the same step, once"
     assert "; iteration" not in nodes[0].said
+    assert sum(node.said.count("] notice: ") for node in nodes) == 1

@@ -716,6 +716,18 @@ def test_signals_to_many_processes_are_one_notice() -> None:
     )
 
 
+def test_a_signal_to_all_nodes_is_one_notice() -> None:
+    """Another node was quicker: what it asked for is here already. A drain of its own is another matter."""
+    node = Node(grace=30.0).run()
+    node.ranks.take_news(News(What.NOTICE, notice=Notice("node b", "SIGUSR1", 30.0, "1")))
+    assert node.ranks.noticed("SIGUSR1") == []
+    node.now += SAME_WITHIN
+    assert node.ranks.noticed("SIGUSR1") == [AskNotice(node.own_notice("SIGUSR1", 30.0))]
+    node = Node(drain=25.0, grace=30.0).run()
+    node.ranks.take_news(News(What.NOTICE, notice=Notice("node b", "SIGTERM", 30.0, "1", leaving=("b:0",))))
+    assert node.ranks.signalled(signal.SIGTERM) == [AskNotice(Notice("", "SIGTERM"))]
+
+
 def test_ranks_that_wait_at_their_end_are_ended_once_another_one_has_failed_for_good() -> None:
     node = Node(3).run()
     assert node.tick(SPARE_DELAY) == [ForkAhead()]

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from test_record import begun, come, node
 
+from ft_wrapper.agent.ft_nodes import give_once
 from ft_wrapper.protocol.notice import Notice
 from ft_wrapper.rendezvous import drains
 from ft_wrapper.rendezvous.moves import adopt_rank_policy, close, complete_round, give_notice, remove_nodes
@@ -152,6 +153,17 @@ def test_nodes_that_get_sigterm_together_share_a_notice_and_none_is_drained() ->
     ends = give_notice(state, replace(sigterm("c", "3"), ends=True))
     assert ends.notice is not None and (ends.notice.id, ends.notice.ends) == ("3 ends", True), "saved again"
     assert give_notice(ends, Notice("node a", "SIGUSR1", None, "4")) == ends, "the job ends"
+
+
+def test_a_signal_that_all_nodes_get_at_once_is_one_notice() -> None:
+    first, second = Notice("node a", "SIGUSR1", None, "1"), Notice("node b", "SIGUSR1", None, "2")
+    state = give_once(formed("a", "b"), first, None)
+    assert state.notice == first and give_once(state, second, None) == state, "b asked before it knew of it"
+    assert give_once(state, second, first).notice == second, "later: all ranks save once more"
+    other = replace(second, why="maintenance")
+    assert give_once(state, other, None).notice == other
+    leaving = give_once(state, replace(second, leaving=("b:0",)), None)
+    assert leaving.notice is not None and leaving.notice.leaving == ("b:0",)
 
 
 def test_the_job_ends_if_all_nodes_that_are_left_are_about_to_leave() -> None:
