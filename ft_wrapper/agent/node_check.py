@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from multiprocessing import connection
@@ -105,6 +106,7 @@ def _run(command: str, timeout: float, output: int) -> int | None:
         Its exit code; None if it takes too long.
     """
     running: list[subprocess.Popen[bytes]] = []
+    is_over = threading.Event()
 
     def run() -> int | None:
         with contextlib.ExitStack() as cleanup:
@@ -112,6 +114,8 @@ def _run(command: str, timeout: float, output: int) -> int | None:
             process = start(["/bin/sh", "-c", nothing_to_read], os.environ, output, output)
             cleanup.callback(_end, process)
             running.append(process)
+            if is_over.is_set():
+                return None
             with open(os.pidfd_open(process.pid), "rb", buffering=0) as pidfd:
                 has_ended = connection.wait([pidfd.fileno()], timeout)
         return process.returncode if has_ended else None
@@ -119,7 +123,8 @@ def _run(command: str, timeout: float, output: int) -> int | None:
     try:
         # What a signal handler raises in the main thread while this forks is lost: 2 of some 60 runs.
         return call_in_thread(run, "the node's check")
-    except BaseException:  # a signal; the thread ends then
+    except BaseException:  # a signal; the thread ends then, also if it is just starting the command
+        is_over.set()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             for process in running:
                 os.killpg(process.pid, signal.SIGKILL)

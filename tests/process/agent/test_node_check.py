@@ -9,6 +9,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -19,7 +20,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from ft_wrapper.agent.ft_nodes import OneNode
 from ft_wrapper.agent.node_check import LONGEST_WAIT, NodeCheck, await_pass
 from ft_wrapper.agent.options import Options, parse_args
-from ft_wrapper.agent.process import Job
+from ft_wrapper.agent.process import Job, start
 from ft_wrapper.agent.signals import Signalled, queued
 from ft_wrapper.events import load
 
@@ -190,6 +191,25 @@ def killer(tmp_path: Path) -> Iterator[None]:
 def test_a_signal_ends_the_command(tmp_path: Path) -> None:
     with queued((signal.SIGINT, signal.SIGCHLD)) as signals, pytest.raises(Signalled), signals.raised():
         NodeCheck(HANGS.format(tmp_path), TIMEOUT).failure()
+    _, left = psutil.wait_procs(children(tmp_path), TIMEOUT)
+    assert [process for process in left if not has_ended(process)] == []
+
+
+@pytest.mark.usefixtures("killer")
+def test_a_signal_ends_a_command_that_is_just_being_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_raised = threading.Event()
+
+    def start_slowly(*arguments: Any) -> Any:
+        process = start(*arguments)
+        assert has_raised.wait(TIMEOUT)
+        return process
+
+    monkeypatch.setattr("ft_wrapper.agent.node_check.start", start_slowly)
+    with queued((signal.SIGINT, signal.SIGCHLD)) as signals, pytest.raises(Signalled), signals.raised():
+        NodeCheck(HANGS.format(tmp_path), 10 * TIMEOUT).failure()
+    has_raised.set()
     _, left = psutil.wait_procs(children(tmp_path), TIMEOUT)
     assert [process for process in left if not has_ended(process)] == []
 
