@@ -21,7 +21,7 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistError, DistStoreError
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousInfo
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError, RendezvousInfo
 
 from ..exception import RestartTimeout, StoreError, StoreUnavailable
 from ..protocol import Agreement
@@ -95,6 +95,8 @@ class FtNodes(Nodes):
         self._handler: FtRendezvousHandler | None = None
         self._agents: Store | None = None
         self._round: Round | None = None
+        self._looking: threading.Thread | None = None
+        self._has_place = False
         self._out_of_reach = ""
         self._left_unheard = False
         self._where = where
@@ -227,20 +229,21 @@ class FtNodes(Nodes):
         if handler is None:
             return False, ""
 
-        def has_place() -> bool:
-            try:
-                state, node = handler.refresh(), handler.node
-            except RendezvousError as error:
-                self._out_of_reach = str(error)
-                return False
-            self._out_of_reach = ""
-            return node is not None and not state.closed and state.seat_of(node) is not None
-
-        try:
-            is_ours = call_in_thread(has_place, "looking for the place", _PLACE_TIMEOUT)
-        except RestartTimeout:  # the thread goes on, and notes what comes of it
-            is_ours = False
+        if self._looking is None or not self._looking.is_alive():  # one at a time: a store may hang
+            self._has_place = False
+            self._looking = in_background("looking for the place", lambda: self._look_into_record(handler))
+        self._looking.join(_PLACE_TIMEOUT)
+        is_ours = not self._looking.is_alive() and self._has_place
         return is_ours, self._out_of_reach
+
+    def _look_into_record(self, handler: FtRendezvousHandler) -> None:
+        try:
+            state, node = handler.refresh(), handler.node
+        except RendezvousConnectionError as error:
+            self._out_of_reach = str(error)
+            return
+        self._out_of_reach = ""
+        self._has_place = node is not None and not state.closed and state.seat_of(node) is not None
 
     def states(self) -> dict[str, int]:
         if (state := self._record) is None:

@@ -122,7 +122,7 @@ def train(call_wrapper):
         os.kill(os.getpid(), signal.SIGUSR1)
     while not (call_wrapper.iteration and call_wrapper.notice):
         call_wrapper.ping()
-        time.sleep(0.01)
+        time.sleep(0.01)  # a rank sees a notice only by looking
 
 train()
 sys.exit(3)

@@ -179,7 +179,7 @@ def test_the_ranks_meet_at_the_step_behind_it_before_they_leave(ranks: list[Proc
 
 
 def test_all_ranks_meet_before_those_of_a_node_leave(ranks: list[Process]) -> None:
-    """The rank that leaves would interrupt another one that still saves; so the others have to come, too."""
+    """A rank that left at once would interrupt one that is still saving."""
     first, second, leaves = ranks
     for one in ranks:
         one.memory.give(dataclasses.replace(ONE, leaving=("node-1",)))
