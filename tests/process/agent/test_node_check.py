@@ -185,6 +185,9 @@ def killer(tmp_path: Path) -> Iterator[None]:
     yield
     stop.set()
     thread.join()
+    for running in threading.enumerate():
+        if running.name.endswith("the node's check"):
+            running.join(TIMEOUT)  # it waits for the command's process
 
 
 @pytest.mark.usefixtures("killer")
