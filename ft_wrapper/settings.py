@@ -13,7 +13,11 @@ import functools
 import operator
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, dataclass_transform
+
+#: A timeout that is learned from the job, and that evidence of a hang shortens.
+AUTO: Literal["auto"] = "auto"
+_SOFT, _HARD = 60.0, 90.0  # seconds without progress, where neither evidence nor a number says more
 
 #: Most seconds that a wait may last: Python's and the kernel's waits raise an error for much more.
 LONGEST = 2**31 - 1
@@ -87,6 +91,14 @@ def as_seconds(name: str, value: Any, *, from_zero: bool = False) -> float:
     return float(seconds)
 
 
+def _as_auto(name: str, value: Any) -> float | str:
+    if isinstance(value, str):
+        if value != AUTO:
+            raise ValueError(f"{name}={value!r} must be {AUTO!r}, a timedelta or a number of seconds")
+        return value
+    return as_seconds(name, value)
+
+
 def as_timeout(name: str, value: Any) -> timedelta:
     """The same, as ``timedelta``; more than 0."""
     return timedelta(seconds=as_seconds(name, value))
@@ -147,9 +159,10 @@ if TYPE_CHECKING:
         def __set__(self, instance: object, value: Given) -> None: ...
 
     Seconds = _Takes[timedelta | float, float]
+    Auto = _Takes[timedelta | float | Literal["auto"], float | str]
     Join = _Takes[str, OnJoin]
 else:
-    Seconds, Join = float, OnJoin
+    Seconds, Auto, Join = float, float | str, OnJoin
 
 
 @dataclass_transform(kw_only_default=True, field_specifiers=(dataclasses.field,))
@@ -167,6 +180,11 @@ def _duration(default: float, *shorter_than: str, is_shared: bool = False, from_
     """The same for a duration."""
     check = functools.partial(as_seconds, from_zero=from_zero)
     return argument(default, check, is_shared=is_shared, is_duration=True, shorter_than=shorter_than)
+
+
+def _auto(shorter_than: str) -> Any:
+    """The same for a timeout that may be learned."""
+    return argument(AUTO, _as_auto, is_duration=True, shorter_than=(shorter_than,))
 
 
 def about(settings: type) -> dict[str, Setting]:
@@ -195,8 +213,8 @@ class MainLimits(Checked):
     monitor_process_interval: Seconds = _duration(1.0, "heartbeat_timeout", "soft_timeout")
     heartbeat_interval: Seconds = _duration(1.0, "heartbeat_timeout")
     progress_watchdog_interval: Seconds = _duration(1.0, "soft_timeout")
-    soft_timeout: Seconds = _duration(60.0, "hard_timeout")
-    hard_timeout: Seconds = _duration(90.0, "barrier_timeout")
+    soft_timeout: Auto = _auto("hard_timeout")
+    hard_timeout: Auto = _auto("barrier_timeout")
     heartbeat_timeout: Seconds = _duration(30.0, "barrier_timeout", is_shared=True)
     barrier_timeout: Seconds = _duration(120.0, is_shared=True)
     completion_timeout: Seconds = _duration(120.0, is_shared=True)
@@ -205,6 +223,28 @@ class MainLimits(Checked):
     rejoin: bool | None = argument(None, as_choice, is_shared=True)
     active_world_size: int | None = argument(None, _count_or_none, is_shared=True)
     min_world_size: int = argument(1, _count, is_shared=True)
+
+    @property
+    def soft(self) -> float:
+        """``soft_timeout`` in seconds; if it is learned, its value before anything is."""
+        if not isinstance(self.soft_timeout, str):
+            return self.soft_timeout
+        return min(_SOFT, self.hard * 2 / 3)
+
+    @property
+    def hard(self) -> float:
+        """The same for ``hard_timeout``."""
+        if not isinstance(self.hard_timeout, str):
+            return self.hard_timeout
+        soft = 0.0 if isinstance(self.soft_timeout, str) else self.soft_timeout
+        return min(max(_HARD, soft * 3 / 2), self.barrier_timeout * 3 / 4)
+
+    def seconds(self, name: str) -> float:
+        """A duration, by its name."""
+        seconds: float = {"soft_timeout": self.soft, "hard_timeout": self.hard}.get(name) or getattr(
+            self, name
+        )
+        return seconds
 
 
 @settings
@@ -220,6 +260,7 @@ class RareLimits(Checked):
     fault_window: Seconds = _duration(3600.0, is_shared=True)
     collect_garbage: bool = argument(True, as_switch)
     keep_groups: bool = argument(False, as_switch, is_shared=True)
+    hang_evidence: bool = argument(True, as_switch)
 
 
 @settings
@@ -244,6 +285,11 @@ class AllLimits(MainLimits, RareLimits):
         if fields.keys() != known:
             raise TypeError(f"this version has other settings: {sorted(fields.keys() ^ known)}")
         return cls(**fields)
+
+    @property
+    def looks_for_evidence(self) -> bool:
+        """Whether a rank that is stuck is found by evidence, and ``soft_timeout`` is learned."""
+        return self.soft_timeout == AUTO and self.hang_evidence
 
     @property
     def shared(self) -> dict[str, object]:

@@ -26,7 +26,7 @@ from .protocol.notice import Notice
 from .protocol.records import Member
 from .restart.call import Call
 from .restart.settings import Limits, Settings, check_together, default_assignment, name_of
-from .settings import about
+from .settings import AUTO, about
 from .state import FrozenState, Mode, State, formation_size, launched_active_world_size
 from .store import PrefixStore
 from .store.base import HoldingStore
@@ -264,8 +264,11 @@ class Wrapper:
             When None, and without a ``rank_assignment``: the number from ``ftrun --active-world-size`` or
             ``--spare-nodes``, or fewer while there are not enough ranks.
         min_world_size: with fewer ranks than this the call fails instead of continuing.
-        soft_timeout: without progress for this long, all ranks restart.
-        hard_timeout: without progress for this long, the process is terminated.
+        soft_timeout: without progress for this long, all ranks restart. ``"auto"``: as soon as all ranks wait
+            for one that is stuck; with live state also for one that is busy for much longer than ever before;
+            at the latest after 60 s, which doubles each time.
+        hard_timeout: without progress for this long, the process is terminated. ``"auto"``: 90 s, but at
+            least half as long again as ``soft_timeout``.
         on_restart: called with a `RestartReport` on every rank, spares too, in each iteration but the call's
             first, before the function is entered, and once all active ranks have arrived. An ``Exception``
             that it raises is logged; a fault interrupts it as it interrupts the function; a hang in it counts
@@ -342,7 +345,7 @@ class Wrapper:
             raise AttributeError(f"'Wrapper' object has no attribute {name!r}")
         owner = self.settings.limits if name in about(Limits) else self.settings
         value = getattr(owner, name)
-        return timedelta(seconds=value) if known[name].is_duration else value
+        return timedelta(seconds=value) if known[name].is_duration and value != AUTO else value
 
     @typing.overload
     def __call__(self, function: Callable[Concatenate[CallWrapper, P], R]) -> Callable[P, R]: ...
@@ -374,7 +377,7 @@ class Wrapper:
             error: BaseException | None = None
             checks, quiet = None, _quiet_watchdog()
             try:
-                checks = check.log_once(self.settings.hard_timeout, is_wanted=_begins_job(call))
+                checks = check.log_once(self.settings.hard, is_wanted=_begins_job(call))
                 result = call.run(_filled_in(function, parameter, CallWrapper(call), args, kwargs))
             except BaseException as caught:
                 error = caught

@@ -241,7 +241,7 @@ def _no_interface(
 
 def preflight(
     environ: Mapping[str, str],
-    hard_timeout: float = AllLimits.hard_timeout,
+    hard_timeout: float = AllLimits().hard,
     nodes: int | None = None,
     world_size: int | None = None,
 ) -> list[Finding]:

@@ -129,7 +129,7 @@ class TorchPerformer(Performer):
         about = f"live {services.iteration} {name}"
         self._sign = unsigned if seal is None else lambda what, said: seal.sign(f"{about} {what}", said)
         self._gather = Gather(self._sign, self._group)
-        self._ballot = Ballot(self.rank, self._host, services.settings.hard_timeout, self._sign)
+        self._ballot = Ballot(self.rank, self._host, services.settings.hard, self._sign)
         services.at_end.callback(services.end_fields.clear)
         services.connections.append(self._ballot)
         self._nodes: Sequence[str] = ()
@@ -156,16 +156,21 @@ class TorchPerformer(Performer):
         if odd := [name for name in buffers.odd if name.rpartition(".")[0] not in self._kept.modes]:
             raise JobAbort(f"buffer {odd[0]!r} is in a module that build() did not make; make it there")
         if len(self._nodes) > 1:
-            buffers.share(objects, self._ballot.tell, self._group, self._sign)
+            buffers.share(objects, self._tell, self._group, self._sign)
         self._agree_on_infinities()
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.current_stream().synchronize()  # what an abort ends early leaves garbage behind
+
+    def _tell(self, said: bytes) -> bytes:
+        with self._services.voting:
+            return self._ballot.tell(said)
 
     def vote(self, step: int) -> None:
         """See `Performer`."""
         stored = -1 if self._buddies is None else self._buddies.stored
         mine = self._services.notices.new(self._seen)
-        low, high, stored, notice = self._ballot.vote((step, -step, stored, -(mine is not None)))
+        with self._services.voting:
+            low, high, stored, notice = self._ballot.vote((step, -step, stored, -(mine is not None)))
         if low != -high:
             raise RuntimeError(f"the ranks do not do the same steps: one is at {low}, another at {-high}")
         self._kept.copies.drop_older(stored)
@@ -275,7 +280,7 @@ class TorchPerformer(Performer):
         return moved[own] or in_host_memory(copies.flat(own, plan.step))
 
     def _move(self, routes: tuple[Route, ...], source: Callable[[], Flat]) -> Flat | None:
-        timeout = self._services.settings.soft_timeout / 2
+        timeout = self._services.settings.soft / 2
         host, sign = self._host, self._sign
         return move(routes, self.rank, source, self._gather, host=host, timeout=timeout, sign=sign).flat
 
@@ -344,7 +349,7 @@ class TorchPerformer(Performer):
                 process is new; a fault may have come while some were on their way.
         """
         if len(self._nodes) > 1:
-            copies, timeout = self._kept.copies, self._services.settings.hard_timeout
+            copies, timeout = self._kept.copies, self._services.settings.hard
             with self.atomic():  # so that its thread always ends
                 self._buddies = Buddies(copies, self.rank, self._host, timeout, self._sign)
                 self._services.connections.append(self._buddies)

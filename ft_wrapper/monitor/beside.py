@@ -54,6 +54,7 @@ def start_monitor(
     *,
     hosts: bool,
     memory: RankMemory,
+    questions: socket.socket,
     logfile: str | None,
     pidfile: str | None,
     on_lost: Callable[[], None],
@@ -65,6 +66,7 @@ def start_monitor(
         plan: how the monitor connects to the store.
         hosts: whether the monitor also hosts the store's server.
         memory: the memory shared with the monitor; the caller holds its life mutex.
+        questions: the monitor's end of the socket for questions to the rank.
         logfile: path of the monitor's log; None for no log.
         pidfile: path of a file for the monitor's process id; None for no file.
         on_lost: called, in its own thread, if the monitor ends unasked.
@@ -86,7 +88,8 @@ def start_monitor(
         undo.callback(ours.close)
         with theirs:
             is_in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-            pid = _spawn(task, ours, theirs, memory) if is_in_use else _fork(task, theirs, memory)
+            parts = theirs, questions, memory
+            pid = _spawn(task, ours, *parts) if is_in_use else _fork(task, *parts)
         line = MonitorLine(ours, pid, on_lost, task.heart, is_child=True, replaced=limits.replaced)
         undo.callback(line.kill)
         line.await_start()
@@ -94,7 +97,7 @@ def start_monitor(
     return line
 
 
-def _fork(task: _Task, line: socket.socket, memory: RankMemory) -> int:
+def _fork(task: _Task, line: socket.socket, questions: socket.socket, memory: RankMemory) -> int:
     with warnings.catch_warnings():
         # Python warns of forking with threads. The child takes no lock that one of our threads may hold.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -107,13 +110,15 @@ def _fork(task: _Task, line: socket.socket, memory: RankMemory) -> int:
             gc.disable()
             os.setsid()
             _reset_signals()
-            status = _run(task, line, memory)
+            status = _run(task, line, questions, memory)
         finally:
             os._exit(status)  # never returns into the rank's code, nor destroys inherited objects
     return pid
 
 
-def _spawn(task: _Task, ours: socket.socket, line: socket.socket, memory: RankMemory) -> int:
+def _spawn(
+    task: _Task, ours: socket.socket, line: socket.socket, questions: socket.socket, memory: RankMemory
+) -> int:
     try:
         said = pickle.dumps(task)
     except Exception as error:
@@ -123,7 +128,7 @@ def _spawn(task: _Task, ours: socket.socket, line: socket.socket, memory: RankMe
             "of a module, call the wrapped function before anything that touches CUDA, or start the script "
             "with ftrun, which runs the monitor itself"
         ) from error
-    fds = (line.fileno(), memory.fd)
+    fds = (line.fileno(), questions.fileno(), memory.fd)
     monitor = subprocess.Popen(
         [sys.executable, "-c", f"from {__name__} import main; main()", *map(str, fds)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
@@ -139,25 +144,26 @@ def _spawn(task: _Task, ours: socket.socket, line: socket.socket, memory: RankMe
 
 def main() -> None:
     """Runs the monitor, in the new Python that `start_monitor` has started."""
-    line, memory = socket.socket(fileno=int(sys.argv[1])), RankMemory.from_fd(int(sys.argv[2]))
+    line, questions = (socket.socket(fileno=int(fd)) for fd in sys.argv[1:3])
+    memory = RankMemory.from_fd(int(sys.argv[3]))
     task: _Task = pickle.load(line.makefile("rb"))
     gc.disable()  # as in a fork: all objects live as long as this process
-    os._exit(_run(task, line, memory))
+    os._exit(_run(task, line, questions, memory))
 
 
-def _run(task: _Task, line: socket.socket, memory: RankMemory) -> int:
+def _run(task: _Task, line: socket.socket, questions: socket.socket, memory: RankMemory) -> int:
     """Runs the monitor, once signals are reset; returns the process's exit status."""
     try:
-        _close_inherited({line.fileno(), memory.fd})
+        _close_inherited({line.fileno(), questions.fileno(), memory.fd})
         _redirect(task.logfile, task.pidfile)
-        _watch(task, line, memory)
+        _watch(task, line, questions, memory)
     except BaseException:
         log.critical("the monitor of process %d failed, so the rank leaves the job", task.pid, exc_info=True)
         return 1
     return 0
 
 
-def _watch(task: _Task, line: socket.socket, memory: RankMemory) -> None:
+def _watch(task: _Task, line: socket.socket, questions: socket.socket, memory: RankMemory) -> None:
     limits, plan = task.limits, task.plan
     try:
         server = plan.open_server() if task.hosts else None
@@ -166,7 +172,7 @@ def _watch(task: _Task, line: socket.socket, memory: RankMemory) -> None:
         raise
     pidfd = os.pidfd_open(task.pid)
     heart = Heart(plan.connect, task.heart, limits)
-    watch = RankWatch(limits, plan.connect, memory, line, task.pid, pidfd, heart)
+    watch = RankWatch(limits, plan.connect, memory, line, questions, task.pid, pidfd, heart)
     send(line, vars(Reply()))
     died = watch.run()
     if died:

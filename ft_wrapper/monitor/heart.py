@@ -22,6 +22,7 @@ from ..protocol.records import Member, View
 from ..protocol.silence import beat_lasts
 from ..settings import AllLimits
 from ..store.bounded import in_background
+from .hangs import HangWatch
 
 log = logging.getLogger(__name__)
 
@@ -126,6 +127,9 @@ class Heart:
         connect: makes a client of the store.
         name: name of the heart in the store.
         settings: the timeouts and intervals.
+
+    Attributes:
+        hangs: finds hangs of the same ranks.
     """
 
     connect: Callable[[], Operations]
@@ -138,6 +142,7 @@ class Heart:
         self._stop = threading.Event()
         self._is_wanted = threading.Event()
         self._is_away = False
+        self.hangs = HangWatch(self.connect, self.name)
         self._thread = in_background("heartbeat", self._run)
 
     @property
@@ -158,6 +163,7 @@ class Heart:
 
     def close(self) -> None:
         """Ends the thread, and waits for it. The wait is bounded, since the store's retries are."""
+        self.hangs.close()
         self._stop.set()
         self._is_wanted.set()
         self._thread.join()

@@ -228,7 +228,13 @@ class MonitorLine:
 
 
 def ask_agent(
-    limits: AllLimits, plan: StorePlan, memory: RankMemory, on_lost: Callable[[], None], *, watch: bool = True
+    limits: AllLimits,
+    plan: StorePlan,
+    memory: RankMemory,
+    questions: socket.socket,
+    on_lost: Callable[[], None],
+    *,
+    watch: bool = True,
 ) -> tuple[MonitorLine | None, bool]:
     """Says hello to the agent that has started this process, if there is one.
 
@@ -236,6 +242,7 @@ def ask_agent(
         limits: the timeouts.
         plan: how the monitor connects to the store.
         memory: the memory shared with the monitor; the caller holds its life mutex.
+        questions: the monitor's end of the socket for questions to the rank.
         on_lost: called, in its own thread, if the monitor ends unasked.
         watch: whether to ask the agent for a monitor.
 
@@ -252,7 +259,7 @@ def ask_agent(
     try:
         line.settimeout(_HELLO_TIMEOUT)
         line.connect(f"\0{name}")
-        socket.send_fds(line, [b"!"], [memory.fd])
+        socket.send_fds(line, [b"!"], [memory.fd, questions.fileno()])
         send(line, hello)
         reply = HelloReply(**receive(line))
         agent = peer(line)[0]

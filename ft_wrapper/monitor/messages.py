@@ -1,6 +1,7 @@
 """The messages between a rank and its monitor: each is a line on a stream socket.
 
-To an agent the rank first sends hello, with the descriptor of the shared memory. The agent answers with a
+To an agent the rank first sends hello, with the descriptors of the shared memory and of a socket. On that the
+monitor asks where the function stands, and the progress watchdog answers. The agent answers hello with a
 `HelloReply`. Then the rank sends messages: the name of a class of this file, and its fields as JSON. A
 `Reply` answers some of them. `watch` carries out the messages.
 """
@@ -15,7 +16,7 @@ from typing import Any
 from ..protocol.records import Decision, Member, Record, View
 
 #: Version of the protocol, part of hello: the ranks may run another Python with another ft_wrapper.
-VERSION = 14
+VERSION = 15
 
 _LONGEST = 1 << 16  # bytes of an answer, or of hello
 

@@ -293,7 +293,7 @@ class MonitorService:
         attended.pid = pid
         if uid != os.geteuid():
             raise _Refused(f"process {pid} is user {uid}'s")
-        begins, fds, _, _ = socket.recv_fds(line, 1, 1, socket.MSG_CMSG_CLOEXEC)
+        begins, fds, _, _ = socket.recv_fds(line, 1, 2, socket.MSG_CMSG_CLOEXEC)
         received = owned.enter_context(contextlib.ExitStack())
         for fd in fds:
             received.callback(os.close, fd)
@@ -307,8 +307,9 @@ class MonitorService:
         owned.callback(os.close, pidfd)
         # With the pidfd open, the id can have become another process's only if that is also ours.
         process = self._process_of(pid)
-        limits, plan, memory = _hear_hello(line, fds)
+        limits, plan, memory, questions = _hear_hello(line, fds)
         owned.callback(memory.close)
+        owned.callback(questions.close)
         received.close()
         attended.replaced = process.replaced and bool(limits.rejoin)
         if plan is None:
@@ -331,7 +332,8 @@ class MonitorService:
             return f"died (out of memory? the kernel has killed {kills})" if kills > 0 else "died"
 
         reporting = self._job, self._on_restart, idle, how
-        watch = RankWatch(limits, plan.connect, memory, line, pid, pidfd, heart, *reporting)
+        whose = memory, line, questions, pid, pidfd, heart
+        watch = RankWatch(limits, plan.connect, *whose, *reporting)
         owned.callback(watch.close)
         owned.callback(line.close)  # closed first: the rank waits for this, and `watch.close` for the rank
         with self._changed:
@@ -386,15 +388,17 @@ def heart_name() -> str:
     return keys.shared_heart(os.urandom(8).hex())
 
 
-def _hear_hello(line: socket.socket, fds: list[int]) -> tuple[AllLimits, StorePlan | None, RankMemory]:
+def _hear_hello(
+    line: socket.socket, fds: list[int]
+) -> tuple[AllLimits, StorePlan | None, RankMemory, socket.socket]:
     """Receives hello; the plan is None if the rank wants no monitor."""
     try:
-        (fd,) = fds
+        fd, questions = fds
         hello = receive(line)
         if hello["version"] != VERSION:
             raise ValueError(f"version {hello['version']} instead of {VERSION}")
         limits = AllLimits.from_json(hello["settings"])
         plan = announced_plan(**hello["store"]) if hello["watch"] else None
-        return limits, plan, RankMemory.from_fd(fd)
+        return limits, plan, RankMemory.from_fd(fd), socket.socket(fileno=os.dup(questions))
     except (EOFError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
         raise _Refused(f"no proper hello: {error!r}") from error

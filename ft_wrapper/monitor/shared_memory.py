@@ -66,6 +66,11 @@ class RankMemory(ctypes.Structure):
         monitor_stamp: when the monitor last looked at the rank; 0.0 if it has not yet.
         end_stamp: when the process began to wait, at exit, for the function's leftovers; otherwise 0.0.
         leave_stamp: when interruptions began to make the function leave; 0.0 if it is not being interrupted.
+        pings: how often the function has pinged in this iteration.
+        votes: votes and broadcasts of live state that the function has begun in this iteration.
+        votes_ended: how many of them it has ended.
+        active_world_size: how many ranks are active in this iteration.
+        is_accused: whether evidence says that the iteration hangs by this rank.
         is_in_function: whether the rank is in the function, or is a spare.
         has_restarted: whether an iteration of the rank's call has ended by a fault.
         phase: whether the stamps are watched. Changed with `enter_phase`.
@@ -91,10 +96,10 @@ class RankMemory(ctypes.Structure):
         ("_mutex", ctypes.c_char * _MUTEX_SIZE),
         *((f"{name}_stamp", ctypes.c_double) for name in ("main", "gil", "ping", "step")),
         *((f"{name}_stamp", ctypes.c_double) for name in ("monitor", "end", "leave", "notice")),
-        *((name, ctypes.c_uint64) for name in ("_step", "_first_step")),
+        *((name, ctypes.c_uint64) for name in ("_step", "_first_step", "pings", "votes", "votes_ended")),
         *((name, ctypes.c_int64) for name in ("phase", "iteration", "_rank", "hang_protection_disabled")),
-        *((name, ctypes.c_int64) for name in ("dump_signal", "dump_fd")),
-        *((name, ctypes.c_bool) for name in ("active", "is_in_function", "has_restarted")),
+        *((name, ctypes.c_int64) for name in ("dump_signal", "dump_fd", "active_world_size")),
+        *((name, ctypes.c_bool) for name in ("active", "is_in_function", "has_restarted", "is_accused")),
         *((name, ctypes.c_bool) for name in ("is_life_held", "leave_requested", "end_requested", "looks")),
         ("_newest", ctypes.c_uint64),
         ("_notices", ctypes.c_char * _NOTICE_SIZE * 2),
@@ -108,12 +113,18 @@ class RankMemory(ctypes.Structure):
     leave_stamp: float
     phase: int
     iteration: int
+    _first_step: int
     active: bool
     is_in_function: bool
     has_restarted: bool
     hang_protection_disabled: int
     dump_signal: int
     dump_fd: int
+    active_world_size: int
+    pings: int
+    votes: int
+    votes_ended: int
+    is_accused: bool
     leave_requested: bool
     end_requested: bool
     looks: bool
@@ -260,11 +271,18 @@ class RankMemory(ctypes.Structure):
         """Notes that the rank is in another iteration: it has no number yet, and has reported no step."""
         self._step = _NO_STEP  # before `iteration`, or a watcher would take the old step for a new one
         self.is_in_function, self.has_restarted = False, self.iteration >= 0
+        self.pings = self.votes = self.votes_ended = 0
+        self.is_accused = False
         self.iteration, self._rank = n, -1
 
     def leave_iteration(self) -> None:
         """Notes that the rank has left the function because of a fault."""
         self.is_in_function, self.has_restarted, self.leave_stamp = False, True, 0.0
+
+    @property
+    def first_step(self) -> int:
+        """The first step that the function reported in this iteration, if it reported any."""
+        return self._first_step
 
     @property
     def has_progressed(self) -> bool:
@@ -295,7 +313,7 @@ class RankMemory(ctypes.Structure):
                 lower than the last one is written, because the function has gone back.
             look: called with its number when a step begins, if the rank `looks`.
         """
-        now, stamp = time.monotonic, self._view("ping_stamp", "d")
+        now, stamp, pings = time.monotonic, self._view("ping_stamp", "d"), self._view("pings", "Q")
         number, began = self._view("_step", "Q"), self._view("step_stamp", "d")
         first = self._view("_first_step", "Q")
         looks = self._view("looks", "?")
@@ -337,6 +355,7 @@ class RankMemory(ctypes.Structure):
 
         def ping(step: int | None = None) -> None:
             stamp[0] = at = now()
+            pings[0] += 1
             if step is None:
                 return
             try:  # as in `step`, but without reading the clock again, which would double the time
@@ -398,6 +417,23 @@ class Waits:
 
     def __exit__(self, *_: object) -> None:
         self._enter_phase(Phase.WATCHED)
+
+
+class Votes:
+    """A block in which a rank waits for the other ranks' votes, or for a broadcast.
+
+    Args:
+        memory: the rank's memory.
+    """
+
+    def __init__(self, memory: RankMemory) -> None:
+        self._memory = memory
+
+    def __enter__(self) -> None:
+        self._memory.votes += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._memory.votes_ended = self._memory.votes
 
 
 def _here() -> tuple[int, int]:

@@ -8,10 +8,14 @@ Python code in the main thread, and would lose a signal handler's exception ther
 The semaphore belongs to the process, since a call may still be pending when everything else has ended.
 """
 
+import contextlib
 import ctypes
 import dataclasses
+import json
 import logging
 import queue
+import select
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +27,7 @@ from ..protocol.ends import Ends
 from ..protocol.records import DONE, FAULT
 from ..store import StoreMixin
 from ..store.bounded import in_background
+from .evidence import Answer
 from .frames import forget_frames
 from .interrupt import Interrupter
 from .shared_memory import RankMemory
@@ -217,18 +222,30 @@ class MonitorThread:
 
 
 class ProgressWatchdog:
-    """Stamps a rank's memory at creation and then every interval, from a daemon thread.
+    """Stamps a rank's memory at creation, every interval and at each question, from a daemon thread.
+
+    It answers the questions of the rank's monitor where the function stands.
 
     Args:
         memory: the memory, which stays open until `stop` has returned.
         interval: seconds between two stamps.
+        questions: the rank's end of the socket for questions, which stays open until then, too.
+        answer: says where the function's thread stands.
         watches_main_thread: whether the function runs in the main thread. If not, a pending call says nothing
             about the function: ``main_stamp`` then equals ``gil_stamp``, and only ``ping`` shows the
             function's progress.
     """
 
-    def __init__(self, memory: RankMemory, interval: float, watches_main_thread: bool = True) -> None:
+    def __init__(
+        self,
+        memory: RankMemory,
+        interval: float,
+        questions: socket.socket,
+        answer: Callable[[], Answer],
+        watches_main_thread: bool = True,
+    ) -> None:
         memory.gil_stamp = memory.main_stamp = time.monotonic()
+        self._questions, self._answer = questions, answer
         self._stopping = threading.Event()
         self._thread = in_background(
             "the progress watchdog", lambda: self._run(memory, interval, watches_main_thread)
@@ -241,6 +258,8 @@ class ProgressWatchdog:
             RuntimeError: the thread did not end.
         """
         self._stopping.set()
+        with contextlib.suppress(OSError):
+            self._questions.shutdown(socket.SHUT_RDWR)
         self._thread.join(_ENDS_WITHIN)
         if self._thread.is_alive():
             raise RuntimeError(f"the progress watchdog's thread did not end within {_ENDS_WITHIN} s")
@@ -249,6 +268,9 @@ class ProgressWatchdog:
         add_pending_call: Any = ctypes.pythonapi.Py_AddPendingCall
         post = ctypes.cast(_libc.sem_post, ctypes.c_void_p)
         is_pending = False
+        poll = select.poll()
+        poll.register(self._questions, select.POLLIN)
+        is_asked = True
         while not self._stopping.is_set():
             now = time.monotonic()
             memory.gil_stamp = now
@@ -260,4 +282,19 @@ class ProgressWatchdog:
             if watches_main_thread and not is_pending:
                 # -1: the interpreter's queue of pending calls is full; the next interval tries again.
                 is_pending = add_pending_call(post, _semaphore) == 0
-            self._stopping.wait(interval)
+            if not is_asked:  # the monitor has ended
+                self._stopping.wait(interval)
+            elif poll.poll(1000 * interval):
+                is_asked = self._reply()
+
+    def _reply(self) -> bool:
+        """Answers a question; returns False at the end of the line."""
+        try:
+            if not self._questions.recv(1):
+                return False
+            self._questions.send(json.dumps(vars(self._answer())).encode())
+        except OSError:
+            return False
+        except Exception:
+            log.debug("a question was not answered", exc_info=True)
+        return True

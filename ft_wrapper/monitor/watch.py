@@ -33,11 +33,12 @@ from ..protocol import keys as names
 from ..protocol.deaths import await_others, report_deaths
 from ..protocol.neighbours import NeighbourWatch
 from ..protocol.records import Fault, Member, MemberRecord, View
-from ..settings import AllLimits
+from ..settings import AUTO, AllLimits
 from ..store import StoreMixin, serve
 from ..store.bounded import in_background, take_or_make
 from . import messages
 from .frames import describe_main_thread, is_stopped
+from .hangs import Accusation
 from .heart import Heart
 from .messages import Message, Reply
 from .shared_memory import Phase, RankMemory
@@ -92,6 +93,7 @@ class RankWatch:
         connect: makes a client of the store.
         memory: the memory shared with the rank.
         line: the socket to the rank, blocking.
+        questions: the socket for questions to the rank.
         pid: the rank's process.
         pidfd: a pidfd of this process.
         heart: the heart that beats for the rank.
@@ -105,6 +107,7 @@ class RankWatch:
     connect: Callable[[], StoreMixin]
     memory: RankMemory
     line: socket.socket
+    questions: socket.socket
     pid: int
     pidfd: int
     heart: Heart
@@ -252,9 +255,9 @@ class RankWatch:
             case messages.Join(member):
                 if self._monitor is not None:
                     self._monitor.stop()  # the rank joins as a new incarnation
-                self._monitor = RankMonitor(
-                    self.connect, member, self.memory, self.pid, self.limits, self.heart, self.job, self.idle
-                )
+                line, wake = self.questions, self._wake_up
+                whose = self.connect, member, self.memory, self.pid, line, self.limits, self.heart
+                self._monitor = RankMonitor(*whose, wake, self.job, self.idle)
                 self._made.callback(self._monitor.close)
             case messages.Enter(view):
                 assert self._monitor is not None
@@ -329,8 +332,10 @@ class RankMonitor:
         member: the rank's member of the job.
         memory: the memory shared with the rank.
         pid: the rank's process.
+        questions: the socket for questions to the rank.
         limits: the timeouts.
         heart: the heart that beats for the rank, and perhaps for others.
+        wake: has `keep_time` called soon; from any thread.
         job: name of the job in events; None for the environment's.
         idle: idle clients, to take one from, and to return it to when the rank has left its call in order.
     """
@@ -339,8 +344,10 @@ class RankMonitor:
     member: Member
     memory: RankMemory
     pid: int
+    questions: socket.socket
     limits: AllLimits
     heart: Heart
+    wake: Callable[[], None] = lambda: None
     job: str | None = None
     idle: Idle = dataclasses.field(default_factory=Idle)
     view: View | None = dataclasses.field(default=None, init=False)  # the iteration that the rank is in
@@ -355,7 +362,10 @@ class RankMonitor:
         self._left_out_at = math.inf  # when the heart saw that an iteration began without this rank
         self._publishers: list[threading.Thread] = []  # of soft timeouts
         self._step_emitted_at, self._step_emitted = -math.inf, dict[str, Any]()
+        self._accusation: Accusation | None = None
         self.heart.add(self)
+        if self.limits.looks_for_evidence:
+            self.heart.hangs.add(self)
 
     @property
     def _agreement(self) -> Agreement:
@@ -374,13 +384,15 @@ class RankMonitor:
         no iteration. The store may end with the job while this rank is still working.
         """
         self.is_between = True
+        self.heart.hangs.remove(self)
         if self._client is not None and not any(publisher.is_alive() for publisher in self._publishers):
             self.idle.clients.append(self._client)
             self._client = None
 
     def stop(self) -> None:
-        """Stops the heartbeat."""
+        """Stops the heartbeat, and the watch for hangs."""
         self.heart.remove(self)
+        self.heart.hangs.remove(self)
 
     def close(self) -> None:
         """Stops the heartbeat, and closes the store's client."""
@@ -435,6 +447,10 @@ class RankMonitor:
         if self._is_dying:
             return
         self._emit_step(now)
+        if (accused := self._accusation) is not None:
+            self._accusation = None
+            self._carry_out(accused, pidfd)
+            return
         to_leave, stays, hard, soft = self._left(now)
         if to_leave <= 0.0:
             self._end_rank(pidfd, "did not leave, though the next iteration began without it")
@@ -443,7 +459,7 @@ class RankMonitor:
             words = f"did not leave the function within barrier_timeout={timeout:g} s, though interrupted"
             self._end_rank(pidfd, f"{words} (does it catch RankShouldRestart?)")
         elif hard <= 0.0:
-            timeout = self.limits.hard_timeout
+            timeout = self._hard
             no_gil = self._pauses.since(self.memory.gil_stamp, now)
             what = "held the GIL" if no_gil >= timeout / 2 else "made no progress"
             if is_stopped(self.pid):
@@ -451,10 +467,7 @@ class RankMonitor:
             self._end_rank(pidfd, f"{what} for hard_timeout={timeout:g} s")
         elif soft <= 0.0:
             self._reported = n = self.memory.iteration
-            # In another thread: an unreachable store must not delay the hard timeout.
-            what = f"telling the other ranks that {self._name()} made no progress"
-            publisher = in_background(what, lambda: self._publish_soft_timeout(n))
-            self._publishers = [*(one for one in self._publishers if one.is_alive()), publisher]
+            self._publish_hang(Accusation(n, f"made no progress for soft_timeout={self._soft:g} s"))
 
     def _left(self, now: float) -> tuple[float, float, float, float]:
         """Seconds until four deadlines; infinite for those that do not apply now.
@@ -466,16 +479,16 @@ class RankMonitor:
         to_leave = limits.termination_grace_time - since(self._left_out_at, now)
         stays = hard = soft = math.inf
         if memory.hang_protection_disabled == 0:
-            hard = limits.hard_timeout - since(memory.gil_stamp, now)
+            hard = self._hard - since(memory.gil_stamp, now)
             if memory.phase == Phase.WATCHED:
                 still = since(memory.progress_stamp(limits.progress_watchdog_interval), now)
-                hard = min(hard, limits.hard_timeout - still)
+                hard = min(hard, self._hard - still)
                 # For a rank that runs, but catches each interruption. Read once: it may be leaving right now.
                 if interrupted_at := memory.leave_stamp:
                     stays = limits.barrier_timeout - since(interrupted_at, now)
                 # Once per iteration. A spare's soft timeout ends nothing.
                 if memory.active and self._reported < memory.iteration:
-                    soft = limits.soft_timeout - still
+                    soft = self._soft - still
         return to_leave, stays, hard, soft
 
     def await_goodbyes(self) -> None:
@@ -534,12 +547,42 @@ class RankMonitor:
         self._step_emitted_at, self._step_emitted = now, step
         self._emit("step", view, **step)
 
-    def _publish_soft_timeout(self, n: int) -> None:
+    @property
+    def _soft(self) -> float:
+        return self.limits.soft * (self.heart.hangs.steps.patience if self.limits.soft_timeout == AUTO else 1)
+
+    @property
+    def _hard(self) -> float:
+        least = self._soft * 3 / 2 if self.limits.hard_timeout == AUTO else 0.0
+        return max(self.limits.hard, least)
+
+    def accuse(self, accusation: Accusation) -> None:
+        """Ends an iteration because of this rank; from any thread."""
+        self._accusation = accusation
+        self.wake()
+
+    def _carry_out(self, accused: Accusation, pidfd: int) -> None:
+        if accused.ends:
+            self._end_rank(pidfd, accused.message, at_once=True)
+        elif self._reported < accused.n:
+            self._reported = accused.n
+            if accused.holds_gil:  # the signal of this question also ends a call that sleeps
+                place = describe_main_thread(self.memory, self.pid, pidfd)
+                accused = accused._replace(message=f"{accused.message}, and stood {place or 'in C'}")
+            self._publish_hang(accused)
+
+    def _publish_hang(self, accused: Accusation) -> None:
+        # In another thread: an unreachable store must not delay the hard timeout.
+        what = f"telling the other ranks that {self._name()} hangs"
+        publisher = in_background(what, lambda: self._publish_soft_timeout(accused))
+        self._publishers = [*(one for one in self._publishers if one.is_alive()), publisher]
+
+    def _publish_soft_timeout(self, accused: Accusation) -> None:
         view = self.view
-        if view is None or view.n != n:
+        if view is None or view.n != accused.n:
             return
-        message = f"made no progress for soft_timeout={self.limits.soft_timeout:g} s"
-        fault = self._fault(Interruption.SOFT_TIMEOUT, message)
+        fault = self._fault(Interruption.SOFT_TIMEOUT, accused.message)
+        fault = dataclasses.replace(fault, blames=accused.blames)
         self._emit_fault(view, fault)
         self._agreement.ends.report_fault(view.n, fault)
 
@@ -557,8 +600,14 @@ class RankMonitor:
             self._agreement, self.view, {self.member: fault}, active=active, timeout=timeout, returns=returns
         )
 
-    def _end_rank(self, pidfd: int, message: str) -> None:
-        """Publishes the death, then ends the process, so that no rank waits until its memory is freed."""
+    def _end_rank(self, pidfd: int, message: str, *, at_once: bool = False) -> None:
+        """Publishes the death, then ends the process, so that no rank waits until its memory is freed.
+
+        Args:
+            pidfd: a pidfd of the rank's process.
+            message: what it did.
+            at_once: whether SIGTERM is of no use.
+        """
         place = describe_main_thread(self.memory, self.pid, pidfd)
         if place is not None:
             message += f" and stood {place}"
@@ -566,7 +615,7 @@ class RankMonitor:
         what = f"telling the other ranks that {self._name()} is ended"
         publisher = in_background(what, lambda: self._publish_death(Interruption.HARD_TIMEOUT, message))
         self.memory.end_requested = True
-        for number in (signal.SIGTERM, signal.SIGKILL):
+        for number in (signal.SIGTERM, signal.SIGKILL)[at_once:]:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, number)
             if await_exit(pidfd, self.limits.termination_grace_time):

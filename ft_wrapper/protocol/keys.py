@@ -92,6 +92,9 @@ dead = _of_iteration("dead")
 join = _of_iteration("join")
 # Log of `Fault`, for people.
 faults = _of_iteration("faults")
+# Log: hearts whose ranks wait or hang; and what each says, by its name.
+claims = _of_iteration("claims")
+claim = _of_iteration("claim")
 # Log: members that are about to enter n, each with its active rank.
 entered = _of_iteration("entered")
 # Counts: of arrivals and deaths; of ranks that finished; of active ranks about to enter the function.

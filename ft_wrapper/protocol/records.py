@@ -237,6 +237,7 @@ class Fault(Record):
         at: when it was noticed, in seconds since the epoch; 0 if unknown.
         position: where it was in ``torch.distributed``, if it hung.
         counted: signature of the fault, if the member left the job by it and `max_same_faults` counts it.
+        blames: whether the member is to blame, rather than only saying what was found.
     """
 
     member: Member
@@ -248,6 +249,7 @@ class Fault(Record):
     at: float = 0.0
     position: CollectivePosition = CollectivePosition()
     counted: str = ""
+    blames: bool = True
 
     @property
     def record(self) -> InterruptionRecord:

@@ -150,6 +150,7 @@ class Call(RestartedProcess):
         self.state = state
         self.own.memory.rank = state.rank
         self.own.memory.active = state.mode == Mode.ACTIVE
+        self.own.memory.active_world_size = state.active_world_size or 0
         state.set_distributed_vars()
         device.take_device(self.own.memory.active)
         self.services.tracker.enter(state.iteration)
@@ -428,10 +429,10 @@ class Call(RestartedProcess):
         memory, settings, thread = self.own.memory, self.settings, self.own.interrupter.thread
         since = memory.progress_stamp(settings.progress_watchdog_interval)
         stillness = time.monotonic() - since
-        if memory.phase != Phase.WATCHED or stillness < settings.soft_timeout / 2:
+        if not memory.is_accused and (memory.phase != Phase.WATCHED or stillness < settings.soft / 2):
             return
         if found := current_collective(thread):
-            is_cause = stillness > _HANG_IS_CAUSE_FROM * settings.soft_timeout
+            is_cause = memory.is_accused or stillness > _HANG_IS_CAUSE_FROM * settings.soft
             self._current.hang = Hang(*found, hang_of(thread), since, is_cause)
 
     def _publish(self) -> None:
@@ -441,10 +442,11 @@ class Call(RestartedProcess):
         hang, member, ends = self._current.hang, self.own.member, self.own.thread_agreement.ends
         if hang is None:
             return
+        is_said = self.own.memory.is_accused  # by the monitor
         if returned := ends.finished_in(member.view.n):
             hang = dataclasses.replace(hang, after=f", when ranks {sorted(returned)} had returned")
             self._current.hang = hang
-        if self.state.rank is None or self.state.rank < _WHEREABOUTS:
+        if not is_said and (self.state.rank is None or self.state.rank < _WHEREABOUTS):
             stood = f"stood {hang.words}{hang.after}"
             fault = member.fault(self.state.rank, Interruption.SOFT_TIMEOUT, stood)
             ends.log_fault(member.view.n, dataclasses.replace(fault, position=hang.position))

@@ -260,7 +260,7 @@ def _places(faults: Sequence[Fault]) -> str:
 
 
 def _to_blame(faults: Sequence[Fault]) -> list[Fault]:
-    return [fault for fault in faults if fault.interruption is not Interruption.REQUESTED]
+    return [one for one in faults if one.blames and one.interruption is not Interruption.REQUESTED]
 
 
 def _numbers(noun: str, numbers: Sequence[int]) -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import socket
@@ -19,6 +20,7 @@ from ..exception import RankExcluded, StoreError
 from ..log_lines import begin_rank
 from ..monitor import beside, frames, identity, interrupt, shared_memory, threads
 from ..monitor.line import MonitorLine, ask_agent
+from ..monitor.shared_memory import Votes
 from ..monitor.signals import KeptHandlers
 from ..protocol import Agreement
 from ..protocol.membership import Membership
@@ -29,6 +31,7 @@ from ..state import State, formation_size
 from ..store import PrefixStore, StoreMixin, StorePlan, TCPStore
 from ..store.address import is_this_host, own_address
 from ..torch_groups import caches, warm_up
+from ..torch_groups.collective import limit_recorder, whereabouts
 from ..torch_groups.kept import KeptGroup
 from ..torch_groups.tracker import begin_tracking
 from .exit_watch import ExitWatch
@@ -180,6 +183,10 @@ class Resources:
         owned.callback(identity.mark_own())
         self.memory = owned.enter_context(contextlib.closing(shared_memory.RankMemory()))
         self.memory.lock_life()
+        self.questions, self._asker = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        owned.enter_context(self.questions)
+        owned.enter_context(self._asker)  # the monitor has its own, once it has begun
+        limit_recorder()
         self.exit_watch = ExitWatch(self.memory)
         self.waiting = shared_memory.Waits(self.memory)
         owned.callback(close_aborted_sockets)
@@ -219,14 +226,17 @@ class Resources:
         if is_main_thread:
             owned.enter_context(frames.dumping_stacks(self.memory))
         interval = self.settings.progress_watchdog_interval
-        owned.callback(threads.ProgressWatchdog(self.memory, interval, is_main_thread).stop)
+        answer = functools.partial(whereabouts, self.interrupter.thread)
+        watchdog = threads.ProgressWatchdog(self.memory, interval, self.questions, answer, is_main_thread)
+        owned.callback(watchdog.stop)
 
     def _find_monitor(self, limits: AllLimits, slot: int) -> MonitorLine:
         """The monitor inside the agent, if there is one; otherwise one in its own process."""
         paths = (self.settings.monitor_process_logfile, self.settings.monitor_process_pidfile)
         logfile, pidfile = (path and path.replace("{rank}", str(slot)) for path in paths)
         has_none = logfile is None and pidfile is None  # only a monitor process has these
-        line, replaced = ask_agent(limits, self.plan, self.memory, self._on_monitor_lost, watch=has_none)
+        shared = self.memory, self._asker
+        line, replaced = ask_agent(limits, self.plan, *shared, self._on_monitor_lost, watch=has_none)
         if line is not None:
             return line
         limits = dataclasses.replace(limits, replaced=replaced)
@@ -240,6 +250,7 @@ class Resources:
                     self.plan,
                     hosts=self._hosts,
                     memory=self.memory,
+                    questions=self._asker,
                     logfile=logfile,
                     pidfile=pidfile,
                     on_lost=self._on_monitor_lost,
@@ -352,7 +363,7 @@ class Resources:
 
     def _say_who_is_missing(self, missing: Sequence[Member], waited: float) -> None:
         """Logs which members a restart waits for, and for how long."""
-        hang = max(0.0, self.settings.hard_timeout - waited)
+        hang = max(0.0, self.settings.hard - waited)
         silence = max(0.0, self.settings.heartbeat_timeout - waited)
         log.warning("%s", waiting_line(self.member.agreement.store, missing, hang, silence))
 
@@ -401,6 +412,7 @@ class Services:
         settings: durations, switches and plug-ins.
         store: the job's, which outlives iterations.
         atomic: see `CallWrapper.atomic`.
+        voting: a block in which this rank waits for the other ranks' votes.
         has_failed: whether the current iteration has ended by a fault.
         group: the default process group, if it outlives iterations.
         tracker: tracks objects that should not outlive the iteration in which the function made them.
@@ -413,6 +425,7 @@ class Services:
     def __init__(self, own: Resources, user_store: Callable[[], PrefixStore]) -> None:
         self.settings, self.store = own.settings, own.member.agreement.store
         self.atomic = own.interrupter.atomic
+        self.voting = Votes(own.memory)
         self.notices = Notices(own.memory, self.store, own.waiting, self.atomic, user_store)
         self.has_failed = own.member.has_failed
         self.group = KeptGroup(own.settings.limits.keep_groups)

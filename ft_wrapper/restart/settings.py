@@ -77,6 +77,8 @@ class Limits(RareLimits):
         keep_groups: experimental. ``call_wrapper.process_group()`` makes one default group, which survives
             restarts and gets its new peers, with torch >= 2.15 and a backend that supports it. Otherwise each
             iteration makes a new one.
+        hang_evidence: whether ``soft_timeout="auto"`` looks for what ranks are doing. False leaves its 60 s
+            and 90 s for ``hard_timeout``.
         warm_up: run without arguments on each spare while it waits, once per process: for work that would
             slow down its first step (caches, kernels, files). No collectives, because no other rank takes
             part. Before it, and also when None, a spare does the work that torch leaves to the first step. If
@@ -136,8 +138,8 @@ def check_together(settings: Settings) -> None:
     limits = settings.all_limits
     for name, known in about(AllLimits).items():
         for longer in known.shorter_than:
-            if not getattr(limits, name) < getattr(limits, longer):
-                durations = [timedelta(seconds=getattr(limits, one)) for one in (name, longer)]
+            if not limits.seconds(name) < limits.seconds(longer):
+                durations = [timedelta(seconds=limits.seconds(one)) for one in (name, longer)]
                 raise ValueError(f"{name}={durations[0]} must be shorter than {longer}={durations[1]}")
     if settings.active_world_size is not None and settings.rank_assignment is not None:
         raise ValueError(

@@ -1,15 +1,21 @@
 """The operation of ``torch.distributed`` that a thread is in, and how many operations each group has begun.
 
-The thread's stack shows the operation. The numbers are torch's own: each group counts to match its
-collectives. Flight Recorder would show the same and more. But it has to be switched on before the groups are
-made, and dumps all operations that it remembers.
+The thread's stack shows the operation, and torch's own counts the numbers: each group counts to match its
+collectives. Torch's flight recorder also knows collectives that no stack shows, such as those of a backward
+pass: an entry that is not retired has begun and has not ended.
 """
 
+import os
+import pickle
+import threading
 import traceback
 from types import FrameType
 from typing import Any
 
-from ..monitor.frames import SourceLocation, current_frames, describe_stack, locations
+from torch._C import _distributed_c10d
+
+from ..monitor.evidence import Answer, Wait
+from ..monitor.frames import SourceLocation, current_frames, describe_stack, is_library, locations
 from ..protocol.records import CollectivePosition, GroupSequence
 from ..store.bounded import in_background
 from .abort import backends_of, c10d
@@ -17,6 +23,12 @@ from .abort import backends_of, c10d
 _COUNTED_WITHIN = 0.05  # seconds; a backend may hold a lock while it hangs
 _MOST_GROUPS = 8
 _LONGEST_NAME = 8  # some of torch's group names have 40 digits
+# How much flight recorder remembers. A dump of torch's default, 2000, holds the GIL for 20 ms; of 64, 0.3 ms.
+_ENTRIES = "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"
+_FEW_ENTRIES = "64"
+# Modules at the root of a compilation; other modules of these packages also run compiled code.
+_COMPILERS = ("torch._dynamo.convert_frame", "torch._inductor.compile_fx", "torch._inductor.async_compile")
+_TRITON = "triton.compiler"
 
 
 def current_collective(thread: int) -> tuple[str, CollectivePosition] | None:
@@ -84,3 +96,78 @@ def _counts(names: list[tuple[Any, str]]) -> tuple[GroupSequence, ...]:
 def _is_exact(group: Any) -> bool:
     """Whether a group counts only collectives. NCCL does, and a group that is a Python class should."""
     return all(backend is group or backend.name() == "nccl" for backend in backends_of(group).values())
+
+
+# ---- what a rank answers to its monitor under suspicion
+
+
+def limit_recorder() -> None:
+    """Makes flight recorder remember few collectives, unless the user has said how many; before any group."""
+    if not any(name in os.environ for name in _ENTRIES):
+        os.environ[_ENTRIES[0]] = _FEW_ENTRIES
+
+
+def whereabouts(thread: int) -> Answer:
+    """Where a thread stands, to the monitor of this rank.
+
+    Args:
+        thread: the thread's ``threading.get_ident()``.
+    """
+    frame = current_frames().get(thread)
+    stack = list(locations(frame))
+    users = next((place for place in stack if not is_library(place.file)), None)
+    begun, waits, inside, on_device = _recorded()
+    operation = None if frame is None else _operation(frame)
+    if not waits and operation is not None:
+        waits = operation.f_code.co_name
+    frames = [each for each, _ in traceback.walk_stack(frame)]
+    return Answer(
+        threading.get_native_id(),
+        "" if users is None else f"{users.file}:{users.line}",
+        describe_stack(stack) or "",
+        waits,
+        inside,
+        on_device,
+        begun,
+        any(_compiles(each) for each in frames),
+        next(filter(None, map(_awaited_worker, frames)), 0),
+    )
+
+
+def _recorded() -> tuple[dict[str, int], str, Wait | None, bool]:
+    """By group the highest number begun; then the name of the oldest open collective, where, and if on a device."""
+    dump = getattr(_distributed_c10d, "_dump_fr_trace", None)
+    if dump is None:  # an older torch: the stack is all there is
+        return {}, "", None, False
+    newest: dict[str, int] = {}
+    begun: dict[str, int] = {}
+    opened: list[tuple[str, Wait, bool]] = []
+    for entry in pickle.loads(dump(True, False, False))["entries"]:
+        group, number = entry["process_group"][0], entry["collective_seq_id"]
+        if entry["pg_id"] > newest.get(group, -1):  # of a restart: the names return, the ids never do
+            newest[group], begun[group] = entry["pg_id"], 0
+            opened = [one for one in opened if one[1][0] != group]
+        if entry["pg_id"] == newest[group]:
+            begun[group] = max(begun[group], number)
+            if not entry["retired"]:
+                backend, _, name = entry["profiling_name"].partition(":")
+                opened.append((f"{name} #{number}", (group, number), backend == "nccl"))
+    name, inside, on_device = opened[0] if opened else ("", None, False)
+    return begun, name, inside, on_device
+
+
+def _compiles(frame: FrameType) -> bool:
+    module = str(frame.f_globals.get("__name__", ""))
+    return module in _COMPILERS or module.startswith(_TRITON)
+
+
+def _awaited_worker(frame: FrameType) -> int:
+    """Process of the worker that a frame of torch's data loader waits for; 0 if it waits for none."""
+    if frame.f_code.co_name != "_try_get_data":
+        return 0
+    loader = frame.f_locals.get("self")
+    try:
+        number = loader._task_info[loader._rcvd_idx][0]  # type: ignore[union-attr]
+        return int(loader._workers[number].pid)  # type: ignore[union-attr]
+    except (AttributeError, IndexError, KeyError, TypeError):
+        return 0

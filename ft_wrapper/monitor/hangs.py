@@ -1,0 +1,503 @@
+"""The thread that finds hangs by evidence, one for all ranks of a node; `evidence` decides.
+
+As long as steps follow each other, it reads the ranks' pings a few times a second. Under suspicion it looks at
+all ranks of the node, at first 20 times a second: Linux announces none of this.
+
+Nodes meet in the store. A node whose active ranks all wait or hang claims so, in one key. A node with a rank
+that hangs reads the claims. If they are about all active ranks, the rank is accused.
+"""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple, Protocol
+
+from .._text import duration
+from ..exception import StoreError
+from ..protocol import keys
+from ..protocol.operations import Append, Operations, Read, Step, Write, read_log
+from ..protocol.records import View
+from ..settings import AllLimits
+from ..store.bounded import in_background
+from . import evidence
+from .evidence import END, VOTE, Answer, Claim, Hold, Kind, Steps, Suspect, Wait
+from .look import is_lost, look, slices
+from .shared_memory import Phase, RankMemory
+
+log = logging.getLogger(__name__)
+
+_FIRST_GAP, _MOST_GAP = 0.05, 0.5  # seconds between two looks; grows with the suspicion
+_ASK_EVERY = 0.2  # seconds
+_LATE = 0.5  # seconds by which a look is late after a pause of the node
+_LEAVES_WITHIN = 0.5  # seconds until an accused rank runs Python again, if it can
+_CLAIM_AFTER = 0.25  # seconds of suspicion
+_SLOW = (Kind.BUSY, Kind.NO_GIL, Kind.FILE)
+_IDLE = 0.1  # seconds between two looks at the pings while little is known
+_MOST_WAITS = 4
+_NEVER = -10
+_PATIENCE = 5.0  # seconds without the store
+_LONGEST_ANSWER = 1 << 16
+
+
+class Accusation(NamedTuple):
+    """What ends an iteration.
+
+    Args:
+        n: the iteration.
+        message: what the rank did, for people.
+        ends: whether to end the rank's process, because it runs no Python.
+        holds_gil: whether the rank cannot say where it stands.
+        blames: whether the rank is to blame; if not, it only says what was found.
+    """
+
+    n: int
+    message: str
+    ends: bool = False
+    holds_gil: bool = False
+    blames: bool = True
+
+
+class Rank(Protocol):
+    """What the watch for hangs needs to know about a rank. Its thread reads it."""
+
+    memory: RankMemory
+    pid: int
+    limits: AllLimits
+    questions: socket.socket
+    view: View | None
+
+    def accuse(self, accusation: Accusation) -> None:
+        """Ends an iteration because of this rank; from any thread."""
+
+
+@dataclasses.dataclass(eq=False)
+class _Watched:
+    """A rank of the node.
+
+    Args:
+        rank: the rank.
+        pings: how often it had pinged.
+        at: when it pinged last.
+        slices: of its main thread, and since when these are known.
+        suspect: the evidence; None while the node is not suspected.
+        is_asked: whether an answer is due.
+        asked_at: when it was last asked.
+        is_explained: whether it had a reason during this suspicion.
+        slept: seconds that it was asleep at a line of the user's code, and which.
+        began_at: when it had pinged before.
+        accused_at: when it was accused; None before.
+        accusation: what was said then.
+    """
+
+    rank: Rank
+    pings: int = 0
+    at: float = 0.0
+    slices: tuple[tuple[int, int], float] = ((0, 0), 0.0)
+    suspect: Suspect | None = None
+    is_asked: bool = False
+    asked_at: float = 0.0
+    is_explained: bool = False
+    slept: tuple[float, str] = (0.0, "")
+    began_at: float = 0.0
+    accused_at: float | None = None
+    accusation: str = ""
+
+    def age(self, now: float) -> float:
+        """Seconds since the last ping."""
+        memory = self.rank.memory
+        pings, at = memory.pings, memory.ping_stamp
+        if pings != self.pings:
+            self.pings, self.at = pings, at or now
+        return now - self.at
+
+    def note_slices(self, now: float) -> None:
+        """Notes whether the main thread has run since it was last asked."""
+        with contextlib.suppress(OSError):
+            if (seen := slices(self.rank.pid)) != self.slices[0]:
+                self.slices = seen, now
+
+    def ask(self, now: float) -> None:
+        """Hears an answer, if there is one, and asks again."""
+        line = self.rank.questions
+        with contextlib.suppress(OSError):
+            try:
+                said = line.recv(_LONGEST_ANSWER, socket.MSG_DONTWAIT)
+                if not said:
+                    return  # the rank leaves its call
+                fields = json.loads(said)
+                fields["inside"] = fields["inside"] and (*fields["inside"],)
+                self.is_asked = False
+                if self.suspect is not None:
+                    self.suspect.heard(Answer(**fields), now)
+            except BlockingIOError:
+                pass
+            if not self.is_asked and now - self.asked_at >= _ASK_EVERY:
+                self.is_asked, self.asked_at = True, now
+                line.send(b"?", socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+
+    def begin(self, now: float) -> Suspect:
+        """Begins a suspicion."""
+        self.note_slices(now)
+        self.suspect, self.is_explained, self.slept, self.began_at = None, False, (0.0, ""), self.at
+        self.ask(now)  # what it hears is old
+        self.suspect = Suspect(now, self.slices[1])
+        return self.suspect
+
+    def look(self, now: float) -> None:
+        """Looks at the process, and asks."""
+        suspect = self.suspect or self.begin(now)
+        self.ask(now)
+        answer = suspect.answer
+        with contextlib.suppress(OSError):  # it has ended
+            suspect.seen(look(self.rank.pid, now, answer.thread if answer else 0), now)
+        suspect.is_worker_lost = bool(answer and answer.worker and is_lost(answer.worker))
+
+    def kind(self, now: float, hold: Hold) -> Kind:
+        """What it is doing."""
+        memory, suspect = self.rank.memory, self.suspect
+        if memory.phase == Phase.IDLE:
+            return Kind.WAITS  # for the end of the iteration, or in the wrapper
+        kind = Kind.UNKNOWN if suspect is None else suspect.kind(now, hold)
+        if kind in (Kind.STUCK, Kind.BUSY, Kind.UNKNOWN) and memory.votes > memory.votes_ended:
+            return Kind.WAITS
+        return kind
+
+    def waits_in(self) -> Wait | None:
+        """What it waits in, if that has a number."""
+        memory = self.rank.memory
+        if memory.phase == Phase.IDLE:
+            return END, 1
+        if memory.votes > memory.votes_ended:
+            return VOTE, memory.votes
+        answer = self.suspect.answer if self.suspect else None
+        return answer.inside if answer else None
+
+    def begun(self) -> Mapping[str, int] | None:
+        """The highest number that it has begun, by what it waits in; None if it cannot say."""
+        answer = self.suspect.answer if self.suspect else None
+        return None if answer is None else {**answer.begun, VOTE: self.rank.memory.votes}
+
+
+@dataclasses.dataclass(eq=False)
+class HangWatch:
+    """Finds hangs of a node's ranks, in its own thread.
+
+    Args:
+        connect: makes a client of the store.
+        name: of the node's heart.
+
+    Attributes:
+        steps: what is known of the steps.
+    """
+
+    connect: Callable[[], Operations]
+    name: str
+
+    def __post_init__(self) -> None:
+        self.steps = Steps()
+        self._ranks: dict[Rank, _Watched] = {}
+        self._wanted = threading.Condition()
+        self._closing = False
+        self._thread: threading.Thread | None = None
+        self._store: Operations | None = None
+        self._n = -1  # the iteration that is watched
+        self._counted: tuple[int, float] = (0, 0.0)  # pings of the first rank, and when it last pinged
+        self._suspected_at: float | None = None
+        self._accused_in = -1  # iteration
+        self._claimed: Claim | None = None
+        self._oldest = 0.0  # seconds since the oldest last ping, when that was read
+        self._alarms: dict[str, int | None] = {}  # places, and at which step
+
+    def add(self, rank: Rank) -> None:
+        """Begins to watch a rank."""
+        with self._wanted:
+            self._ranks = {**self._ranks, rank: _Watched(rank)}
+            if self._thread is None:
+                self._thread = in_background("looking for hangs", self._run)
+            self._wanted.notify()
+
+    def remove(self, rank: Rank) -> None:
+        """Ends the watch of a rank. A second call is harmless."""
+        with self._wanted:
+            self._ranks = {one: watched for one, watched in self._ranks.items() if one is not rank}
+
+    def close(self) -> None:
+        """Ends the thread, and waits for it."""
+        with self._wanted:
+            self._closing = True
+            self._wanted.notify()
+        if self._thread is not None:
+            self._thread.join()
+        if self._store is not None:
+            self._store.close()
+
+    def _run(self) -> None:
+        due = time.monotonic()
+        while True:
+            with self._wanted:
+                ranks = list(self._ranks.values())
+                if self._closing:
+                    return
+                if not ranks:
+                    self._wanted.wait()
+                    due = time.monotonic()
+                    continue
+            now = time.monotonic()
+            if now - due > _LATE:
+                self._forget(learns=False)  # the node was paused
+            try:
+                pause = self._turn([one for one in ranks if one.rank.memory.active], now)
+            except StoreError as error:
+                log.debug("hangs: the store cannot be asked now: %s", error)
+                pause = _MOST_GAP
+            except Exception:
+                log.exception("looking for hangs failed; soft_timeout and hard_timeout still end them")
+                return
+            due = now + pause
+            with self._wanted:
+                if not self._closing:
+                    self._wanted.wait(max(0.0, due - time.monotonic()))
+
+    def _turn(self, watched: list[_Watched], now: float) -> float:
+        """Looks once; returns the seconds until the next time."""
+        if not watched or not self._is_watchable(watched):
+            self._forget(learns=False)
+            return _IDLE
+        self._follow(watched[0])
+        self._oldest = oldest = max(one.age(now) for one in watched)
+        self._learn(watched[0].rank.memory)
+        if self._accused_in == self._n:
+            self._press(watched, now)
+            return _FIRST_GAP * 2
+        if not self.steps.median:
+            return _IDLE
+        threshold = self.steps.suspect_after
+        if oldest < threshold:
+            self._forget(learns=True)
+            # Once before, so that what is asleep then is known to be so when it is suspected.
+            if oldest >= (early := max(threshold - evidence.LIVE.stuck, evidence.SUSPECT_AFTER / 2)):
+                for one in watched:
+                    one.note_slices(now)
+                return threshold - oldest
+            return early - oldest
+        if self._suspected_at is None:
+            self._suspected_at = now
+        for one in watched:
+            one.look(now)
+        self._judge(watched, now)
+        return min(max(_FIRST_GAP, (now - self._suspected_at) / 20), _MOST_GAP)
+
+    @staticmethod
+    def _is_watchable(watched: Collection[_Watched]) -> bool:
+        """Whether all active ranks of the node are in the function of one iteration, past its begin."""
+        memories = [one.rank.memory for one in watched]
+        return len({memory.iteration for memory in memories}) == 1 and all(
+            memory.pings and not memory.leave_stamp and not memory.hang_protection_disabled
+            for memory in memories
+        )
+
+    def _follow(self, first: _Watched) -> None:
+        """Notes a new iteration."""
+        n = first.rank.memory.iteration
+        if n == self._n:
+            return
+        self._forget(learns=False)
+        # Not only on the node that ended it: the other nodes' ranks had waited almost as long.
+        if self._oldest >= first.rank.limits.soft * self.steps.patience / 2:
+            self.steps.patience *= 2
+        self._n, self._counted = n, (0, 0.0)
+
+    def _learn(self, memory: RankMemory) -> None:
+        pings, at = memory.pings, memory.ping_stamp
+        last, since = self._counted
+        if (step := memory.step) is not None:
+            self.steps.went_on(memory.first_step, step)
+        if at and pings != last:
+            if 0 < last < pings:
+                self.steps.passed(pings - last, at - since)
+            self._counted = pings, at
+
+    def _forget(self, *, learns: bool) -> None:
+        """Ends a suspicion that was none."""
+        if self._suspected_at is None:
+            return
+        self._suspected_at = None
+        with self._wanted:
+            watched = list(self._ranks.values())
+        for one in watched:
+            suspect, one.suspect, seconds = one.suspect, None, one.at - one.began_at
+            if learns and suspect is not None and not one.is_explained and seconds > 0:
+                self.steps.stretch(seconds)
+                self.steps.slept(*one.slept)
+        self._claim(None)
+
+    # ---- a suspicion
+
+    def _judge(self, watched: list[_Watched], now: float) -> None:
+        """Decides whether the job hangs because of ranks of this node."""
+        kinds = {one: one.kind(now, self._hold(one)) for one in watched}
+        for one, kind in kinds.items():
+            one.is_explained |= kind in evidence.EXPLAINED
+            if one.suspect is not None and one.suspect.answer is not None and kind is not Kind.WAITS:
+                one.slept = max(one.slept, (one.suspect.still(now), one.suspect.answer.place))
+        if len(watched) > 1 and all(kind is Kind.STOPPED for kind in kinds.values()):
+            for one in watched:
+                one.is_explained = True  # the node is paused
+            return
+        hang = [one for one, kind in kinds.items() if self._hangs(one, kind, now)]
+        wait = [one for one, kind in kinds.items() if kind is Kind.WAITS]
+        if len(hang) + len(wait) < len(watched):
+            self._claim(None)
+            return
+        if self._suspected_at is None or now - self._suspected_at < _CLAIM_AFTER:
+            return
+        still = min(one.suspect.still(now) for one in watched if one.suspect)
+        moves = (
+            any(one.suspect.sends for one in watched if one.suspect) or still < self._hold(watched[0]).stuck
+        )
+        claim = evidence.claim_of([one.waits_in() for one in wait], len(watched), _MOST_WAITS, moves)
+        self._claim(claim)
+        if not hang and (moves or all(one.rank.memory.rank != 0 for one in watched)):
+            return  # another node decides
+        active = watched[0].rank.memory.active_world_size
+        claims = [claim] if claim.ranks == active else self._claims()
+        waits = evidence.all_waits(claims, active)
+        if waits is None:
+            return
+        guilty = [one for one in hang if evidence.is_behind(one.begun(), waits)]
+        for one in guilty:
+            self._accuse(one, kinds[one], f"did not come to {_words(waits, wait)}", now)
+        if not hang and not any(one.moves for one in claims):
+            self._judge_waits(watched, waits, active, now)
+
+    def _judge_waits(
+        self, watched: list[_Watched], waits: Mapping[Wait, int], active: int, now: float
+    ) -> None:
+        """Decides, on rank 0's node, whether all ranks wait for each other."""
+        first = next(one for one in watched if one.rank.memory.rank == 0)
+        odd = evidence.odd_waits(waits, active)
+        most = _words({one: waits[one] for one in waits if one not in odd}, watched)
+        guilty = [one for one in watched if one.waits_in() in odd]
+        for one in guilty:
+            self._accuse(one, Kind.WAITS, f"did not come to {most}", now)
+        message = ""
+        if odd and not guilty:  # it is a rank of another node
+            elsewhere = _words({one: waits[one] for one in odd}, watched)
+            message = f"most ranks wait in {most}, but some in {elsewhere}"
+        elif not odd and first.rank.memory.votes and first.age(now) > self.steps.limit:
+            self.steps.alarm(first.rank.memory.step)
+            message = f"all ranks wait in {most}: one of them skipped an operation before"
+        if message:
+            self._end(first, Accusation(self._n, message, blames=False))
+
+    def _hold(self, one: _Watched) -> Hold:
+        """How long a rank has to be still until it counts: longer at a line where it may sleep."""
+        memory = one.rank.memory
+        hold = evidence.LIVE if memory.votes else evidence.PLAIN
+        place = one.suspect.answer.place if one.suspect and one.suspect.answer else ""
+        stuck = max(hold.stuck, self.steps.places.get(place, 0.0))
+        # Once more at the same step: it sleeps there each time.
+        if self._alarms.get(place, _NEVER) == _step_of(memory):
+            stuck = max(stuck, one.rank.limits.soft)
+        return hold._replace(stuck=stuck)
+
+    def _hangs(self, one: _Watched, kind: Kind, now: float) -> bool:
+        if kind in _SLOW:
+            starved = one.suspect.starved if one.suspect else 0.0
+            return bool(one.rank.memory.votes) and one.age(now) - starved > self.steps.limit
+        return kind in (Kind.STUCK, Kind.STOPPED)
+
+    # ---- a verdict
+
+    def _accuse(self, one: _Watched, kind: Kind, what: str, now: float) -> None:
+        """Ends the iteration because of a rank."""
+        assert one.suspect is not None
+        answer, memory = one.suspect.answer, one.rank.memory
+        seconds = duration(one.age(now) if kind in _SLOW else one.suspect.still(now))
+        does = f"{kind.value} {answer.words}" if answer else "holding the GIL"
+        if kind is Kind.STOPPED:
+            does = kind.value
+        elif kind is Kind.WAITS and answer:
+            does = f"in {answer.waits} {answer.words}"
+        elif answer and answer.worker:
+            does = f"waiting for its loader's worker {answer.worker}, which is stopped or dead,"
+        if kind in _SLOW:
+            self.steps.alarm(memory.step)
+        elif kind is Kind.STUCK and answer:
+            self._alarms[answer.place] = _step_of(memory)
+        one.accused_at = now
+        one.accusation = f"{what}: {does} for {seconds}; steps take {duration(self.steps.median)}"
+        holds_gil = answer is None and kind is not Kind.STOPPED
+        self._end(one, Accusation(self._n, one.accusation, kind is Kind.STOPPED, holds_gil))
+
+    def _end(self, one: _Watched, accusation: Accusation) -> None:
+        self._accused_in = self._n
+        one.rank.memory.is_accused = accusation.blames
+        one.rank.accuse(accusation)
+
+    def _press(self, watched: Collection[_Watched], now: float) -> None:
+        """Ends the accused ranks that run no Python, so that no interruption reaches them."""
+        for one in watched:
+            memory, at = one.rank.memory, one.accused_at
+            if at is not None and memory.is_accused and memory.main_stamp < at:
+                one.ask(now)  # each question makes it try
+                if now - at > _LEAVES_WITHIN:
+                    one.accused_at = None
+                    words = (
+                        f"{one.accusation}; it ran no Python for {duration(_LEAVES_WITHIN)} when interrupted,"
+                    )
+                    one.rank.accuse(Accusation(self._n, words, ends=True))
+
+    # ---- what nodes say to each other
+
+    def _claim(self, claim: Claim | None) -> None:
+        """Says what this node's active ranks wait in; None: they do not all wait or hang."""
+        if claim == self._claimed:
+            return
+        last, self._claimed = self._claimed, claim
+        with self._wanted:
+            watched = next(iter(self._ranks.values()), None)
+        if claim is not None and watched and claim.ranks == watched.rank.memory.active_world_size:
+            return  # this node has all ranks
+        store = self._open()
+        value = "" if claim is None else json.dumps(claim)
+        steps: list[Step] = [Write({keys.claim(self._n, self.name): value})]
+        if last is None and claim is not None:
+            steps.append(Append(keys.claims(self._n), self.name))
+        store.execute(steps)
+
+    def _claims(self) -> list[Claim]:
+        """What all nodes say now."""
+        store = self._open()
+        names = sorted(set(read_log(store, keys.claims(self._n))))
+        said = store.execute([Read(keys.claim(self._n, name)) for name in names])
+        return [Claim.of(json.loads(one)) for one in said if one]
+
+    def _open(self) -> Operations:
+        if self._store is None:
+            self._store = self.connect()
+            self._store.patience = _PATIENCE
+        return self._store
+
+
+def _step_of(memory: RankMemory) -> int:
+    """The step that a rank is in; without numbers the first one of an iteration, or another."""
+    step = memory.step
+    return step if step is not None else min(memory.pings, 3) - 3
+
+
+def _words(waits: Mapping[Wait, int], waiting: Collection[_Watched]) -> str:
+    """Describes what most of the waiting ranks wait in."""
+    what, number = max(waits, key=lambda one: waits[one])
+    if what == VOTE:
+        return "the vote of live state"
+    if what == END:
+        return "the end of the function"
+    answers = [one.suspect.answer for one in waiting if one.suspect and one.waits_in() == (what, number)]
+    known = next((answer.waits for answer in answers if answer), "")
+    return known or (f"collective #{number} of group {what}" if what else "an operation of all ranks")
