@@ -47,6 +47,7 @@ log = logging.getLogger(__name__)
 
 RESTART = 0.1  # seconds that a restart mostly takes; anything that can wait is done after it
 _STEP_EVERY = 1.0  # seconds between two events with a rank's current step
+_SOON = 0.5  # seconds
 _LATE = 1.0  # seconds; on a busy machine a look is sometimes that late, without a pause
 _REMEMBERED = 64  # gaps; older ones lie before any stamp that matters
 
@@ -615,6 +616,8 @@ class RankMonitor:
         what = f"telling the other ranks that {self._name()} is ended"
         publisher = in_background(what, lambda: self._publish_death(Interruption.HARD_TIMEOUT, message))
         self.memory.end_requested = True
+        if at_once:
+            publisher.join(_SOON)  # or its peers' sockets would end before they hear of it
         for number in (signal.SIGTERM, signal.SIGKILL)[at_once:]:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, number)
