@@ -5,20 +5,22 @@
 
 Two and four ranks train with DistributedDataParallel in a gloo group, with a data loader's worker each, with
 live state and with checkpoints. One hang after the other comes at random moments and places of a step, on
-random ranks, so that most of them come after restarts. A rank stamps its hang just before it begins. "Noticed"
-is when the first rank learns that its iteration has ended; "next step" is when all ranks have done a step
-after that. A hang that is not noticed, or not recovered from, within ``--give-up`` is missed; the job is
-killed, and a new one takes the remaining hangs.
+random ranks, so that most of them come after restarts. A rank stamps its hang just before it begins.
+"Noticed" is when the first rank learns that its iteration has ended; "next step" is when all ranks have done
+a step after that. A hang that is not noticed, or not recovered from, within ``--give-up`` is missed; the job
+is killed, and a new one takes the remaining hangs.
 
 worker_sleeps is no hang: a data loader's worker that sleeps for 2.5 s. skipped has no right answer: one rank
-skips a collective and waits in the next one. finally_fault is a rank whose clean-up sleeps after another
-rank's exception; it is noticed when that clean-up has ended, and the rank to name is that with the exception.
+skips a collective and waits in the next one, which is another group's or live state's vote. finally_fault is
+a rank whose clean-up sleeps after another rank's exception; it is noticed when that clean-up has ended, and the
+rank to name is that with the exception.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import os
 import random
 import shutil
@@ -237,20 +239,21 @@ def run(
             seed=arguments.seed,
         )
         watched = Watched(job_, WORKER, task)
-        caused: list[tuple[float, float]] = []
+        caused: list[tuple[float, float]] = []  # from a hang until the next one may come
         done, trouble = 0, ""
         try:
             watched.start()
             for hang in hangs:
                 until = time.monotonic() + hang.pause
                 watched.wait(lambda until=until: time.monotonic() > until, hang.pause + 1)  # type: ignore[misc]
-                began = time.monotonic()
+                caused.append((time.monotonic(), math.inf))
                 done += 1
                 outcome = deliver(hang, watched, give_up)
-                caused.append((began, time.monotonic()))
+                caused[-1] = (caused[-1][0], time.monotonic())
                 tally.outcomes.append(outcome)
                 print(f"{cell.ranks} ranks, {cell.column}: {outcome}", flush=True)
                 if outcome.missed:
+                    caused[-1] = (caused[-1][0], math.inf)
                     trouble = f"{hang.kind} was missed:\n{job_.complaint(lines=30)}"
                     break
             else:
@@ -258,7 +261,7 @@ def run(
         except JobFailed as error:
             trouble = f"after {done} of {len(hangs)} hangs: {error}"
         for restart in watched.restarts():
-            if not any(began < restart.at < end for began, end in caused) and not trouble:
+            if not any(began < restart.at < end for began, end in caused):
                 tally.uncaused.append(restart)
         tally.steps.append(str(watched.steps()))
     if trouble:

@@ -83,7 +83,7 @@ class Hangs(Training):
 
     def begin(self) -> None:
         self.hangs_at_end = False
-        self.other = dist.new_group()
+        self.flags, self.other = dist.new_group(), dist.new_group()
 
     def at(self, place: str, step: int) -> None:
         if place == "loading" and self.board.get(self.rank, "loader") == TAKEN:
@@ -125,10 +125,11 @@ class Hangs(Training):
             self.hangs_at_end = True
             said = 1.0 if kind == FINALLY else 2.0 + (self.rank + 1) % ranks
         flag = torch.tensor(said)
-        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        # Of a group of its own: in DDP's group gloo would abort the process of a rank that skips one.
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.flags)
         if flag == 2 + self.rank:
             raise RuntimeError("a fault of the benchmark")
-        return flag == 1
+        return bool(flag == 1)
 
     def save(self, step: int) -> None:
         if self.ordered() == CHECKPOINT:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 from jobs import Job
 from watched_training import FINISH, Board, Task
 
@@ -60,7 +61,9 @@ class Watched:
         self._rest, self._offset = b"", 0
         options = [f"--nproc-per-node={task.ranks}", f"--max-rank-restarts={RESTARTS}"]
         command = [sys.executable, "-m", "ft_wrapper.run", *options, str(worker), task.to_json()]
-        self.launcher = job.start(command, events=True)
+        # A cache of its own: what an earlier job has compiled would not be compiled again.
+        cache = str(job.folder / "compiled")
+        self.launcher = job.start(command, events=True, TORCHINDUCTOR_CACHE_DIR=cache)
 
     def read(self) -> list[dict[str, Any]]:
         """Returns all events so far."""
@@ -132,7 +135,10 @@ class Watched:
             code = self.launcher.wait(FINISH_TIMEOUT)
         except subprocess.TimeoutExpired:
             return f"the job did not end within {FINISH_TIMEOUT:g} s of its last step"
-        return "" if code == 0 else f"ftrun exited with {code}:\n{self.job.complaint(lines=30)}"
+        if code != 0:
+            return f"ftrun exited with {code}:\n{self.job.complaint(lines=30)}"
+        _, left = psutil.wait_procs(self.job.helpers(), timeout=FINISH_TIMEOUT)
+        return f"the job has left processes behind: {left}" if left else ""
 
     def steps(self) -> Steps:
         """Counts the steps so far."""
