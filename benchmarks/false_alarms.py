@@ -169,6 +169,7 @@ class Outside:
         self.chance = random.Random(f"{seed} outside")
         self.busy: list[subprocess.Popen[bytes]] = []
         self.happened: list[str] = []
+        self.deck: list[str] = []
 
     def period(self) -> None:
         """Changes the load; then something may happen to the ranks.
@@ -178,7 +179,9 @@ class Outside:
         """
         begin = time.monotonic()
         self.set_load(self.chance.choice((0, 0, 2, 4, 8)) if BUSY in self.kinds else 0)
-        kind = self.chance.choice((*PAUSES, ""))
+        if not self.deck:  # each comes once before any comes again
+            self.deck = self.chance.sample((*PAUSES, ""), len(PAUSES) + 1)
+        kind = self.deck.pop()
         delay, seconds = self.chance.uniform(1, 5), self.chance.uniform(1, 3)
         rank, is_whole = self.chance.randrange(self.watched.task.ranks), self.chance.random() < 0.5
         self.rest(begin + delay)

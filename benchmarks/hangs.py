@@ -12,8 +12,8 @@ is killed, and a new one takes the remaining hangs.
 
 worker_sleeps is no hang: a data loader's worker that sleeps for 2.5 s. skipped has no right answer: one rank
 skips a collective and waits in the next one, which is another group's or live state's vote. finally_fault is
-a rank whose clean-up sleeps after another rank's exception; it is noticed when that clean-up has ended, and the
-rank to name is that with the exception.
+a rank whose clean-up sleeps after another rank's exception; it is noticed when that clean-up has ended, and
+the rank to name is that with the exception.
 """
 
 from __future__ import annotations
@@ -329,7 +329,7 @@ def print_results(tallies: dict[Cell, Tally], kinds: list[str]) -> None:
         print(
             f"  {cell.ranks} ranks, {cell.column}: {' + '.join(tally.steps)}; {len(tally.outcomes)} hangs, "
             f"{more} further restarts before the next step, {len(tally.uncaused)} restarts without a hang, "
-            f"{len(tally.troubles)} jobs that failed"
+            f"{len(tally.troubles)} jobs given up"
         )
         for restart in tally.uncaused:
             print(f"    without a hang: {restart.line}")

@@ -36,6 +36,24 @@ def test_restarts_leave_nothing(tmp_path: Path) -> None:
 
 
 @NIGHTLY
+def test_hangs_are_noticed_and_the_job_goes_on(tmp_path: Path) -> None:
+    job = ("--ranks", "2", "--steps", "0.02", "--hangs", "1", "--live")
+    timeouts = ("--soft-timeout", "2", "--hard-timeout", "4")
+    printed = run(tmp_path, "hangs", "--kinds", "sleep", "c_loop", *job, *timeouts)
+    assert "0 lost, 0 done again; 2 hangs" in printed
+    assert "0 restarts without a hang, 0 jobs given up" in printed
+    assert "missed" not in printed
+
+
+@NIGHTLY
+def test_noise_is_no_fault(tmp_path: Path) -> None:
+    noise = ("--noise", "gc", "loader", "sleep", "stop")
+    timeouts = ("--soft-timeout", "60", "--hard-timeout", "90")
+    printed = run(tmp_path, "false_alarms", "--seconds", "20", "--live", *noise, *timeouts)
+    assert "0 lost, 0 done again" in printed
+
+
+@NIGHTLY
 @pytest.mark.timeout(1800)
 def test_torchs_contexts_are_whole_after_each_interrupt(tmp_path: Path) -> None:
     for interrupts, contexts in (("6", ("aot_eager",)), ("30", CONTEXTS)):
