@@ -69,8 +69,8 @@ class Noise(Training):
 
     @property
     def compile_step(self) -> int:
-        """The step in which one rank compiles: noise makes steps longer, so this is in mid-job."""
-        return round(self.task.seconds / self.task.step / 4)
+        """The step in which one rank compiles: in mid-job, because noise makes steps longer."""
+        return round(self.task.seconds / self.task.step / 8)
 
     def compile(self) -> None:
         """Compiles a small function, as a rank does that meets a new shape."""

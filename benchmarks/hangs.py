@@ -248,7 +248,11 @@ def run(
                 watched.wait(lambda until=until: time.monotonic() > until, hang.pause + 1)  # type: ignore[misc]
                 caused.append((time.monotonic(), math.inf))
                 done += 1
-                outcome = deliver(hang, watched, give_up)
+                try:
+                    outcome = deliver(hang, watched, give_up)
+                except JobFailed:
+                    tally.outcomes.append(Outcome(hang.kind, slot=-1, missed=True))
+                    raise
                 caused[-1] = (caused[-1][0], time.monotonic())
                 tally.outcomes.append(outcome)
                 print(f"{cell.ranks} ranks, {cell.column}: {outcome}", flush=True)

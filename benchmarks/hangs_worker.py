@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,7 @@ def hang_in_checkpoint() -> None:
 
 
 # What a rank does at a place of a step.
-CALLS = {
+CALLS: dict[str, Callable[[], object]] = {
     "sleep": lambda: time.sleep(FOR_EVER),
     "lock": hang_in_a_lock,
     "sigstop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
@@ -111,8 +112,10 @@ class Hangs(Training):
         self.board.set(rank, "loader", TAKEN)
         if KINDS[order - 1] == WORKER_STOPPED:
             os.kill(os.getpid(), signal.SIGSTOP)
+        self.board.set(rank, "began", time.monotonic())
         time.sleep(SLEEPS)
-        self.board.set(rank, "loader", 0)
+        if self.board.get(rank, "loader") == TAKEN:
+            self.board.set(rank, "loader", 0)
 
     def agree(self) -> bool:
         kind, ranks = self.ordered(), self.task.ranks

@@ -134,7 +134,7 @@ class Watched:
         try:
             code = self.launcher.wait(FINISH_TIMEOUT)
         except subprocess.TimeoutExpired:
-            return f"the job did not end within {FINISH_TIMEOUT:g} s of its last step"
+            return f"the job had not ended {FINISH_TIMEOUT:g} s after it was to end"
         if code != 0:
             return f"ftrun exited with {code}:\n{self.job.complaint(lines=30)}"
         _, left = psutil.wait_procs(self.job.helpers(), timeout=FINISH_TIMEOUT)
