@@ -10,9 +10,10 @@ A collective that has begun and not ended shows that a rank waits: from outside 
 import collections
 import dataclasses
 import enum
+import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from .look import Look
 
@@ -261,40 +262,57 @@ class Steps:
             self.longest, self._alarm = self._alarm[1], None
 
 
+class Waiting(NamedTuple):
+    """Ranks that wait in the same.
+
+    Args:
+        ranks: how many.
+        first: the lowest of them, among the active ranks.
+    """
+
+    ranks: int
+    first: int
+
+
 class Claim(NamedTuple):
     """What one node says of its active ranks while each of them waits or hangs.
 
     Args:
         ranks: how many there are.
-        waits: how many of them wait, by what they wait in.
+        waits: what those that wait wait in.
         moves: whether some rank has moved, or moved data, lately.
     """
 
     ranks: int
-    waits: tuple[tuple[str, int, int], ...]
+    waits: Mapping[Wait, Waiting]
     moves: bool
 
+    def to_json(self) -> str:
+        """One line of JSON."""
+        return json.dumps([self.ranks, [[*wait, *how] for wait, how in self.waits.items()], self.moves])
+
     @classmethod
-    def of(cls, said: Any) -> "Claim":
-        """Reads it from JSON."""
-        ranks, waits, moves = said
-        return cls(ranks, tuple((str(what), int(number), int(count)) for what, number, count in waits), moves)
+    def from_json(cls, text: str) -> "Claim":
+        """Reads `to_json`."""
+        ranks, waits, moves = json.loads(text)
+        return cls(ranks, {(what, number): Waiting(*how) for what, number, *how in waits}, moves)
 
 
-def claim_of(waits: Iterable[Wait | None], ranks: int, most: int, moves: bool) -> Claim:
+def claim_of(waits: Iterable[tuple[int, Wait | None]], ranks: int, most: int, moves: bool) -> Claim:
     """What a node says.
 
     Args:
-        waits: what its waiting ranks wait in.
+        waits: its waiting ranks, by number among the active ones, each with what it waits in.
         ranks: how many active ranks it has, all of which wait or hang.
         most: how many different waits are said; the most frequent ones.
         moves: whether some rank has moved, or moved data, lately.
     """
-    counted = collections.Counter(one or ("", 0) for one in waits)
-    return Claim(ranks, tuple((*one, count) for one, count in counted.most_common(most)), moves)
+    found = _together([{wait or ("", 0): Waiting(1, rank)} for rank, wait in waits])
+    often = sorted(found.items(), key=lambda one: -one[1].ranks)[:most]
+    return Claim(ranks, dict(often), moves)
 
 
-def all_waits(claims: Iterable[Claim], active: int) -> dict[Wait, int] | None:
+def all_waits(claims: Iterable[Claim], active: int) -> dict[Wait, Waiting] | None:
     """What the waiting ranks of the job wait in; None unless all active ranks wait or hang.
 
     Args:
@@ -304,36 +322,42 @@ def all_waits(claims: Iterable[Claim], active: int) -> dict[Wait, int] | None:
     claims = list(claims)
     if sum(claim.ranks for claim in claims) != active:
         return None
-    found: collections.Counter[Wait] = collections.Counter()
-    for claim in claims:
-        for what, number, count in claim.waits:
-            found[what, number] += count
+    return _together([claim.waits for claim in claims])
+
+
+def _together(parts: Iterable[Mapping[Wait, Waiting]]) -> dict[Wait, Waiting]:
+    found: dict[Wait, Waiting] = {}
+    for part in parts:
+        for wait, how in part.items():
+            known = found.get(wait, Waiting(0, how.first))
+            found[wait] = Waiting(known.ranks + how.ranks, min(known.first, how.first))
     return found
 
 
-def is_behind(begun: Mapping[str, int] | None, waits: Mapping[Wait, int]) -> bool:
+def is_behind(begun: Mapping[str, int] | None, waits: Iterable[Wait]) -> bool:
     """Whether a rank that hangs has not begun what others wait in; without numbers, whether any rank waits.
 
     Args:
         begun: the highest number that the rank has begun, by what; None if it cannot say.
         waits: what the waiting ranks wait in.
     """
+    waits = list(waits)
     numbered = [one for one in waits if one[0]]
     if begun is None or not numbered:
         return bool(waits)
     return any(begun.get(what, 0) < number for what, number in numbered)
 
 
-def odd_waits(waits: Mapping[Wait, int], active: int) -> Sequence[Wait]:
+def odd_waits(waits: Mapping[Wait, Waiting], active: int) -> Sequence[Wait]:
     """Where the minority waits, if all active ranks wait and more than half of them in one group.
 
     Args:
-        waits: how many ranks wait, by what they wait in.
+        waits: what they wait in.
         active: how many active ranks there are.
     """
     by_group: collections.Counter[str] = collections.Counter()
-    for (what, _), count in waits.items():
-        by_group[what] += count
+    for (what, _), how in waits.items():
+        by_group[what] += how.ranks
     ((most, count),) = by_group.most_common(1) or [("", 0)]
     if not most or 2 * count <= active or by_group.total() < active:
         return ()

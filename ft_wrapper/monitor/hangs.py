@@ -1,7 +1,7 @@
 """The thread that finds hangs by evidence, one for all ranks of a node; `evidence` decides.
 
-As long as steps follow each other, it reads the ranks' pings a few times a second. Under suspicion it looks at
-all ranks of the node, at first 20 times a second: Linux announces none of this.
+As long as steps follow each other, it reads the ranks' pings a few times a second. Under suspicion it looks
+at all ranks of the node, at first 20 times a second: Linux announces none of this.
 
 Nodes meet in the store. A node whose active ranks all wait or hang claims so, in one key. A node with a rank
 that hangs reads the claims. If they are about all active ranks, the rank is accused.
@@ -25,7 +25,7 @@ from ..protocol.records import View
 from ..settings import AllLimits
 from ..store.bounded import in_background
 from . import evidence
-from .evidence import END, VOTE, Answer, Claim, Hold, Kind, Steps, Suspect, Wait
+from .evidence import END, VOTE, Answer, Claim, Hold, Kind, Steps, Suspect, Wait, Waiting
 from .look import is_lost, look, slices
 from .shared_memory import Phase, RankMemory
 
@@ -35,11 +35,13 @@ _FIRST_GAP, _MOST_GAP = 0.05, 0.5  # seconds between two looks; grows with the s
 _ASK_EVERY = 0.2  # seconds
 _LATE = 0.5  # seconds by which a look is late after a pause of the node
 _LEAVES_WITHIN = 0.5  # seconds until an accused rank runs Python again, if it can
+_LETS_GO_WITHIN = 5.0  # seconds that it may hold the GIL after that
 _CLAIM_AFTER = 0.25  # seconds of suspicion
 _SLOW = (Kind.BUSY, Kind.NO_GIL, Kind.FILE)
 _IDLE = 0.1  # seconds between two looks at the pings while little is known
 _MOST_WAITS = 4
 _NEVER = -10
+_ITSELF = -1
 _PATIENCE = 5.0  # seconds without the store
 _LONGEST_ANSWER = 1 << 16
 
@@ -52,14 +54,14 @@ class Accusation(NamedTuple):
         message: what the rank did, for people.
         ends: whether to end the rank's process, because it runs no Python.
         holds_gil: whether the rank cannot say where it stands.
-        blames: whether the rank is to blame; if not, it only says what was found.
+        of: which active rank is to blame, if it is another one; None: none is.
     """
 
     n: int
     message: str
     ends: bool = False
     holds_gil: bool = False
-    blames: bool = True
+    of: int | None = _ITSELF
 
 
 class Rank(Protocol):
@@ -265,15 +267,19 @@ class HangWatch:
 
     def _turn(self, watched: list[_Watched], now: float) -> float:
         """Looks once; returns the seconds until the next time."""
-        if not watched or not self._is_watchable(watched):
+        if accused := [one for one in watched if one.accused_at is not None]:
+            self._press(accused, now)
+            return 2 * _FIRST_GAP
+        if (
+            not watched
+            or not self._is_watchable(watched)
+            or self._accused_in == watched[0].rank.memory.iteration
+        ):
             self._forget(learns=False)
             return _IDLE
         self._follow(watched[0])
         self._oldest = oldest = max(one.age(now) for one in watched)
         self._learn(watched[0].rank.memory)
-        if self._accused_in == self._n:
-            self._press(watched, now)
-            return _FIRST_GAP * 2
         if not self.steps.median:
             return _IDLE
         threshold = self.steps.suspect_after
@@ -360,9 +366,10 @@ class HangWatch:
         moves = (
             any(one.suspect.sends for one in watched if one.suspect) or still < self._hold(watched[0]).stuck
         )
-        claim = evidence.claim_of([one.waits_in() for one in wait], len(watched), _MOST_WAITS, moves)
+        by_rank = [(one.rank.memory.active_rank, one.waits_in()) for one in wait]
+        claim = evidence.claim_of(by_rank, len(watched), _MOST_WAITS, moves)
         self._claim(claim)
-        if not hang and (moves or all(one.rank.memory.rank != 0 for one in watched)):
+        if not hang and (moves or all(rank for rank, _ in by_rank)):
             return  # another node decides
         active = watched[0].rank.memory.active_world_size
         claims = [claim] if claim.ranks == active else self._claims()
@@ -376,24 +383,22 @@ class HangWatch:
             self._judge_waits(watched, waits, active, now)
 
     def _judge_waits(
-        self, watched: list[_Watched], waits: Mapping[Wait, int], active: int, now: float
+        self, watched: list[_Watched], waits: Mapping[Wait, Waiting], active: int, now: float
     ) -> None:
-        """Decides, on rank 0's node, whether all ranks wait for each other."""
-        first = next(one for one in watched if one.rank.memory.rank == 0)
+        """Decides, on active rank 0's node, whether all ranks wait for each other."""
+        first = next(one for one in watched if one.rank.memory.active_rank == 0)
         odd = evidence.odd_waits(waits, active)
         most = _words({one: waits[one] for one in waits if one not in odd}, watched)
         guilty = [one for one in watched if one.waits_in() in odd]
         for one in guilty:
             self._accuse(one, Kind.WAITS, f"did not come to {most}", now)
-        message = ""
-        if odd and not guilty:  # it is a rank of another node
-            elsewhere = _words({one: waits[one] for one in odd}, watched)
-            message = f"most ranks wait in {most}, but some in {elsewhere}"
+        if odd and not guilty:
+            message = f"did not come to {most}: in {_words({odd[0]: waits[odd[0]]}, watched)}"
+            self._end(first, Accusation(self._n, message, of=waits[odd[0]].first))
         elif not odd and first.rank.memory.votes and first.age(now) > self.steps.limit:
             self.steps.alarm(first.rank.memory.step)
             message = f"all ranks wait in {most}: one of them skipped an operation before"
-        if message:
-            self._end(first, Accusation(self._n, message, blames=False))
+            self._end(first, Accusation(self._n, message, of=None))
 
     def _hold(self, one: _Watched) -> Hold:
         """How long a rank has to be still until it counts: longer at a line where it may sleep."""
@@ -437,21 +442,23 @@ class HangWatch:
 
     def _end(self, one: _Watched, accusation: Accusation) -> None:
         self._accused_in = self._n
-        one.rank.memory.is_accused = accusation.blames
+        one.rank.memory.is_accused = accusation.of == _ITSELF
         one.rank.accuse(accusation)
 
-    def _press(self, watched: Collection[_Watched], now: float) -> None:
+    def _press(self, accused: Collection[_Watched], now: float) -> None:
         """Ends the accused ranks that run no Python, so that no interruption reaches them."""
-        for one in watched:
+        for one in accused:
             memory, at = one.rank.memory, one.accused_at
-            if at is not None and memory.is_accused and memory.main_stamp < at:
-                one.ask(now)  # each question makes it try
-                if now - at > _LEAVES_WITHIN:
-                    one.accused_at = None
-                    words = (
-                        f"{one.accusation}; it ran no Python for {duration(_LEAVES_WITHIN)} when interrupted,"
-                    )
-                    one.rank.accuse(Accusation(self._n, words, ends=True))
+            if at is None or not memory.is_accused:  # it is in another iteration
+                one.accused_at = None
+                continue
+            one.ask(now)  # each question makes it stamp
+            has_run = memory.main_stamp >= at
+            seconds = _LETS_GO_WITHIN if has_run else _LEAVES_WITHIN
+            if now - (memory.gil_stamp if has_run else at) > seconds:
+                one.accused_at = None
+                words = f"{one.accusation}; it ran no Python for {duration(seconds)} when interrupted,"
+                one.rank.accuse(Accusation(memory.iteration, words, ends=True))
 
     # ---- what nodes say to each other
 
@@ -465,7 +472,7 @@ class HangWatch:
         if claim is not None and watched and claim.ranks == watched.rank.memory.active_world_size:
             return  # this node has all ranks
         store = self._open()
-        value = "" if claim is None else json.dumps(claim)
+        value = "" if claim is None else claim.to_json()
         steps: list[Step] = [Write({keys.claim(self._n, self.name): value})]
         if last is None and claim is not None:
             steps.append(Append(keys.claims(self._n), self.name))
@@ -476,7 +483,7 @@ class HangWatch:
         store = self._open()
         names = sorted(set(read_log(store, keys.claims(self._n))))
         said = store.execute([Read(keys.claim(self._n, name)) for name in names])
-        return [Claim.of(json.loads(one)) for one in said if one]
+        return [Claim.from_json(one) for one in said if one]
 
     def _open(self) -> Operations:
         if self._store is None:
@@ -491,9 +498,9 @@ def _step_of(memory: RankMemory) -> int:
     return step if step is not None else min(memory.pings, 3) - 3
 
 
-def _words(waits: Mapping[Wait, int], waiting: Collection[_Watched]) -> str:
+def _words(waits: Mapping[Wait, Waiting], waiting: Collection[_Watched]) -> str:
     """Describes what most of the waiting ranks wait in."""
-    what, number = max(waits, key=lambda one: waits[one])
+    what, number = max(waits, key=lambda one: waits[one].ranks)
     if what == VOTE:
         return "the vote of live state"
     if what == END:

@@ -69,6 +69,7 @@ class RankMemory(ctypes.Structure):
         pings: how often the function has pinged in this iteration.
         votes: votes and broadcasts of live state that the function has begun in this iteration.
         votes_ended: how many of them it has ended.
+        active_rank: the rank's number among the active ranks of this iteration.
         active_world_size: how many ranks are active in this iteration.
         is_accused: whether evidence says that the iteration hangs by this rank.
         is_in_function: whether the rank is in the function, or is a spare.
@@ -98,7 +99,7 @@ class RankMemory(ctypes.Structure):
         *((f"{name}_stamp", ctypes.c_double) for name in ("monitor", "end", "leave", "notice")),
         *((name, ctypes.c_uint64) for name in ("_step", "_first_step", "pings", "votes", "votes_ended")),
         *((name, ctypes.c_int64) for name in ("phase", "iteration", "_rank", "hang_protection_disabled")),
-        *((name, ctypes.c_int64) for name in ("dump_signal", "dump_fd", "active_world_size")),
+        *((name, ctypes.c_int64) for name in ("dump_signal", "dump_fd", "active_rank", "active_world_size")),
         *((name, ctypes.c_bool) for name in ("active", "is_in_function", "has_restarted", "is_accused")),
         *((name, ctypes.c_bool) for name in ("is_life_held", "leave_requested", "end_requested", "looks")),
         ("_newest", ctypes.c_uint64),
@@ -120,6 +121,7 @@ class RankMemory(ctypes.Structure):
     hang_protection_disabled: int
     dump_signal: int
     dump_fd: int
+    active_rank: int
     active_world_size: int
     pings: int
     votes: int

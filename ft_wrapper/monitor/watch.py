@@ -32,7 +32,7 @@ from ..protocol import Agreement
 from ..protocol import keys as names
 from ..protocol.deaths import await_others, report_deaths
 from ..protocol.neighbours import NeighbourWatch
-from ..protocol.records import Fault, Member, MemberRecord, View
+from ..protocol.records import Fault, Member, MemberRecord, View, record_of
 from ..settings import AUTO, AllLimits
 from ..store import StoreMixin, serve
 from ..store.bounded import in_background, take_or_make
@@ -567,10 +567,14 @@ class RankMonitor:
             self._end_rank(pidfd, accused.message, at_once=True)
         elif self._reported < accused.n:
             self._reported = accused.n
-            if accused.holds_gil:  # the signal of this question also ends a call that sleeps
-                place = describe_main_thread(self.memory, self.pid, pidfd)
-                accused = accused._replace(message=f"{accused.message}, and stood {place or 'in C'}")
-            self._publish_hang(accused)
+            if not accused.holds_gil:
+                self._publish_hang(accused)
+                return
+            place = describe_main_thread(self.memory, self.pid, pidfd) or "in C"
+            self._publish_hang(accused._replace(message=f"{accused.message}, and stood {place}"))
+            # A signal ends a call that sleeps, so the rank's threads get the GIL: now they know of the end.
+            self._publishers[-1].join(_SOON)
+            describe_main_thread(self.memory, self.pid, pidfd)
 
     def _publish_hang(self, accused: Accusation) -> None:
         # In another thread: an unreachable store must not delay the hard timeout.
@@ -583,7 +587,12 @@ class RankMonitor:
         if view is None or view.n != accused.n:
             return
         fault = self._fault(Interruption.SOFT_TIMEOUT, accused.message)
-        fault = dataclasses.replace(fault, blames=accused.blames)
+        if accused.of is None:
+            fault = dataclasses.replace(fault, blames=False)
+        elif accused.of >= 0:
+            member = self._agreement.entering.holder_of(view.n, accused.of)
+            record = record_of(self._agreement.store, member)
+            fault = record.fault(member, accused.of, fault.interruption, fault.message, fault.at)
         self._emit_fault(view, fault)
         self._agreement.ends.report_fault(view.n, fault)
 

@@ -164,6 +164,15 @@ class Entering:
             )
         return endpoint or _endpoint_in(n, given[-1], member, sizes)
 
+    def holder_of(self, n: int, active_rank: int) -> Member:
+        """The member that holds an active rank in n.
+
+        Raises:
+            StoreError: it has not entered n.
+        """
+        key = keys.seat(n, active_rank)
+        return Member.parse(read(self.store, key) or "", key)
+
     def count_active(self, n: int) -> int:
         """Counts an active rank that has entered n.
 

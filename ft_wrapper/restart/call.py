@@ -150,6 +150,7 @@ class Call(RestartedProcess):
         self.state = state
         self.own.memory.rank = state.rank
         self.own.memory.active = state.mode == Mode.ACTIVE
+        self.own.memory.active_rank = -1 if state.active_rank is None else state.active_rank
         self.own.memory.active_world_size = state.active_world_size or 0
         state.set_distributed_vars()
         device.take_device(self.own.memory.active)

@@ -135,7 +135,12 @@ def whereabouts(thread: int) -> Answer:
 
 
 def _recorded() -> tuple[dict[str, int], str, Wait | None, bool]:
-    """By group the highest number begun; then the name of the oldest open collective, where, and if on a device."""
+    """What flight recorder knows.
+
+    Returns:
+        By group the highest number that has begun; and of the oldest collective that has not ended its name,
+        group and number, and whether it is on a device.
+    """
     dump = getattr(_distributed_c10d, "_dump_fr_trace", None)
     if dump is None:  # an older torch: the stack is all there is
         return {}, "", None, False

@@ -1,0 +1,126 @@
+"""Hangs that evidence finds, in jobs with live state: the culprit is named, and no step is lost."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_harness import SETTINGS, Job, Rank, with_limits
+
+from ft_wrapper import CallWrapper, LiveState, Wrapper
+
+EVERY = 40  # steps between two hangs
+CULPRIT = 1
+
+
+def hang(kind: str, pair: Any) -> None:
+    """Never returns."""
+    match kind:
+        case "sleep":
+            time.sleep(100_000)
+        case "lock":
+            lock = threading.Lock()
+            lock.acquire()
+            lock.acquire()
+        case "pipe":
+            os.read(os.pipe()[0], 1)
+        case "busy":
+            while True:
+                pass
+        case "C":
+            ctypes.CDLL(None).sleep(100_000)
+        case "C with the GIL":
+            ctypes.PyDLL(None).sleep(100_000)  # until the monitor asks where it stands
+            time.sleep(100_000)
+        case "other group":
+            dist.barrier(group=pair)
+        case "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "loop with the GIL":
+            re.match(r"(a+)+$", "a" * 64 + "b")
+        case "loader":
+            next(iter(torch.utils.data.DataLoader(Stops(), num_workers=1)))
+    raise AssertionError(f"{kind} has returned")
+
+
+class Stops(torch.utils.data.Dataset[int]):
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, _: int) -> int:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return 0
+
+
+def build() -> dict[str, Any]:
+    model = torch.nn.Linear(4, 4)
+    return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+
+
+def trains(rank: Rank, kinds: list[str]) -> list[Any]:
+    """A rank hangs each 40 steps, in a way of its own each time."""
+    arguments = {**SETTINGS, "soft_timeout": "auto", "hard_timeout": "auto", "barrier_timeout": 60.0}
+    reports: list[Any] = []
+    lost: list[int | None] = []
+    happened: set[int] = set()
+
+    def note(report: Any) -> None:
+        reports.append([report.cause, list(report.culprit_slots)])
+
+    @Wrapper(**with_limits(**arguments, on_restart=note, max_same_faults=None))
+    def train(call_wrapper: CallWrapper) -> list[Any]:
+        dist.init_process_group("gloo")
+        pair = dist.new_group([0, CULPRIT])
+        live = LiveState(call_wrapper, build)
+        lost.append(live.plan.lost)
+        for step in live.steps(EVERY * (len(kinds) + 1)):
+            live["model"](torch.ones(1, 4)).sum().backward()
+            time.sleep(0.01)
+            dist.all_reduce(torch.ones(1))
+            number, rest = divmod(step, EVERY)
+            if rank.slot == CULPRIT and not rest and 0 < number <= len(kinds) and number not in happened:
+                happened.add(number)
+                hang(kinds[number - 1], pair)
+            live.commit()
+        return [reports, lost, live.step]
+
+    return train()
+
+
+SURVIVED = ["sleep", "lock", "pipe", "C", "C with the GIL", "other group", "busy", "loader"]
+
+
+def test_ranks_that_hang_are_named_and_go_on(job: Job) -> None:
+    job.start(3, trains, SURVIVED)
+    job.wait_for_end()
+    for slot in range(3):
+        reports, lost, step = job[slot].value
+        assert [culprits for _, culprits in reports] == [[CULPRIT]] * len(SURVIVED), reports
+        assert step == EVERY * (len(SURVIVED) + 1)
+        assert lost[1:] == [0] * len(SURVIVED)
+    for kind, (cause, _) in zip(SURVIVED, reports, strict=True):
+        assert "did not come to " in cause and "soft_timeout" not in cause
+        if kind in ("sleep", "lock", "pipe", "C", "busy"):
+            how = "busy" if kind == "busy" else "asleep"
+            assert re.search(rf"{how} at test_hangs\.py:\d+ in hang for .* s; steps take .* ms", cause), cause
+
+
+@pytest.mark.parametrize("kind", ["stopped", "loop with the GIL"])
+def test_a_rank_that_runs_no_python_is_ended(job: Job, kind: str) -> None:
+    job.start(3, trains, [kind])
+    job.wait_for_end()
+    assert job[CULPRIT].code == -signal.SIGKILL
+    for slot in (0, 2):
+        reports, lost, step = job[slot].value
+        ((cause, culprits),) = reports
+        assert culprits == [CULPRIT] and step == 2 * EVERY and lost[1:] == [0]
+        assert "did not come to " in cause
+        assert ("stopped by a signal" if kind == "stopped" else "holding the GIL") in cause
