@@ -1,7 +1,7 @@
 """The thread that finds hangs by evidence, one for all ranks of a node; `evidence` decides.
 
-As long as steps follow each other, it reads the ranks' pings a few times a second. Under suspicion it looks at
-all ranks of the node, at first 20 times a second: Linux announces none of this.
+As long as steps follow each other, it reads the ranks' pings a few times a second. Under suspicion it looks
+at all ranks of the node, at first 20 times a second: Linux announces none of this.
 
 Nodes meet in the store. A node whose active ranks all wait or hang claims so, in one key. A node with a rank
 that hangs reads the claims. If they are about all active ranks, the rank is accused.
@@ -25,8 +25,8 @@ from ..protocol.records import View
 from ..settings import AllLimits
 from ..store.bounded import in_background
 from . import evidence
-from .evidence import END, VOTE, Answer, Claim, Hold, Kind, Steps, Suspect, Wait
-from .look import is_lost, look, slices
+from .evidence import END, VOTE, Claim, Hold, Kind, StepTimes, Suspect, Wait, Whereabouts
+from .look import is_lost, look_at, slices
 from .shared_memory import Phase, RankMemory
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class Accusation(NamedTuple):
     blames: bool = True
 
 
-class Rank(Protocol):
+class WatchedRank(Protocol):
     """What the watch for hangs needs to know about a rank. Its thread reads it."""
 
     memory: RankMemory
@@ -94,7 +94,7 @@ class _Watched:
         accusation: what was said then.
     """
 
-    rank: Rank
+    rank: WatchedRank
     pings: int = 0
     at: float = 0.0
     slices: tuple[tuple[int, int], float] = ((0, 0), 0.0)
@@ -133,7 +133,7 @@ class _Watched:
                 fields["inside"] = fields["inside"] and (*fields["inside"],)
                 self.is_asked = False
                 if self.suspect is not None:
-                    self.suspect.heard(Answer(**fields), now)
+                    self.suspect.heard(Whereabouts(**fields), now)
             except BlockingIOError:
                 pass
             if not self.is_asked and now - self.asked_at >= _ASK_EVERY:
@@ -154,7 +154,7 @@ class _Watched:
         self.ask(now)
         answer = suspect.answer
         with contextlib.suppress(OSError):  # it has ended
-            suspect.seen(look(self.rank.pid, now, answer.thread if answer else 0), now)
+            suspect.seen(look_at(self.rank.pid, now, answer.thread if answer else 0), now)
         suspect.is_worker_lost = bool(answer and answer.worker and is_lost(answer.worker))
 
     def kind(self, now: float, hold: Hold) -> Kind:
@@ -199,8 +199,8 @@ class HangWatch:
     name: str
 
     def __post_init__(self) -> None:
-        self.steps = Steps()
-        self._ranks: dict[Rank, _Watched] = {}
+        self.steps = StepTimes()
+        self._ranks: dict[WatchedRank, _Watched] = {}
         self._wanted = threading.Condition()
         self._closing = False
         self._thread: threading.Thread | None = None
@@ -213,7 +213,7 @@ class HangWatch:
         self._oldest = 0.0  # seconds since the oldest last ping, when that was read
         self._alarms: dict[str, int | None] = {}  # places, and at which step
 
-    def add(self, rank: Rank) -> None:
+    def add(self, rank: WatchedRank) -> None:
         """Begins to watch a rank."""
         with self._wanted:
             self._ranks = {**self._ranks, rank: _Watched(rank)}
@@ -221,7 +221,7 @@ class HangWatch:
                 self._thread = in_background("looking for hangs", self._run)
             self._wanted.notify()
 
-    def remove(self, rank: Rank) -> None:
+    def remove(self, rank: WatchedRank) -> None:
         """Ends the watch of a rank. A second call is harmless."""
         with self._wanted:
             self._ranks = {one: watched for one, watched in self._ranks.items() if one is not rank}

@@ -1,4 +1,4 @@
-"""What Linux says of a process from outside: whether its main thread moves, and what it waits in.
+"""What Linux says of a process from outside: whether its main thread moves, what it waits in.
 
 A look costs some 0.3 ms, so it is for processes under suspicion. `slices` costs a microsecond.
 
@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 _FREEZERS = ("__refrigerator", "do_freezer_trap")
-# By machine: calls that work on files; those that do if their descriptor is a file's; and those with a timeout,
-# each with the number of that argument and what it is.
+# By machine: calls that work on files; those that do if their descriptor is a file's; those with a timeout, each
+# with the number of that argument and what it is.
 _CALLS = {
     "x86_64": (
         {3, 4, 74, 75, 77, 82, 87, 257, 262, 263, 264, 285},  # close stat fsync … fallocate
@@ -69,7 +69,7 @@ class Look(NamedTuple):
     ends_soon: bool
 
 
-def look(pid: int, now: float, own_thread: int = 0) -> Look:
+def look_at(pid: int, now: float, own_thread: int = 0) -> Look:
     """Looks at a process.
 
     Args:
