@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 _FREEZERS = ("__refrigerator", "do_freezer_trap")
-# By machine: calls that work on files; those that do if their descriptor is a file's; those with a timeout, each
-# with the number of that argument and what it is.
+# By machine: calls that work on files; those that do if their descriptor is a file's; those with a timeout,
+# each with the number of that argument and what it is.
 _CALLS = {
     "x86_64": (
         {3, 4, 74, 75, 77, 82, 87, 257, 262, 263, 264, 285},  # close stat fsync … fallocate
