@@ -53,10 +53,12 @@ def on_page() -> str:
 
 
 def _shown(default: Any, is_duration: bool) -> str:
-    if is_duration:
-        return f"{default:g} s"
     if isinstance(default, enum.Enum):
         return f'`"{default.value}"`'
+    if isinstance(default, str):
+        return f'`"{default}"`'
+    if is_duration:
+        return f"{default:g} s"
     if isinstance(default, type):
         return f"`{default.__name__}`"
     return (

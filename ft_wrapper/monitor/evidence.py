@@ -1,8 +1,8 @@
-"""What a rank under suspicion is doing, and whether the job hangs because of it. Pure.
+"""The evidence about ranks under suspicion, which proves that the job hangs because of one. Pure.
 
 A rank is *suspected* once a step takes four times as long as most steps do. Then it is looked at from outside
-(`look`), and asked where it stands (`Answer`). A hang is proved if all ranks wait, except for some that are
-stuck, stopped, or busy for too long, and that have not begun what the waiting ranks wait in.
+(`look`), and asked where it stands (`Whereabouts`). A hang is proved if all ranks wait, except for some that
+are stuck, stopped, or busy for too long, and that have not begun what the waiting ranks wait in.
 
 A collective that has begun and not ended shows that a rank waits: from outside it cannot be told from a lock.
 """
@@ -54,7 +54,7 @@ _STILL = (Kind.STUCK, Kind.STOPPED)
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
+class Whereabouts:
     """Where the function's thread of a rank stands, as another thread of the rank sees it.
 
     Args:
@@ -109,13 +109,13 @@ class Suspect:
         self._stopped_at: float | None = None
         self._first: Look | None = None
         self._last: Look | None = None
-        self._answers: collections.deque[Answer] = collections.deque(maxlen=2)
+        self._answers: collections.deque[Whereabouts] = collections.deque(maxlen=2)
         self._sends = False
         self.starved = 0.0
         self.is_worker_lost = False
 
     @property
-    def answer(self) -> Answer | None:
+    def answer(self) -> Whereabouts | None:
         """The last answer."""
         return self._answers[-1] if self._answers else None
 
@@ -124,7 +124,7 @@ class Suspect:
         """Whether gloo moved data between the last two looks."""
         return self._sends
 
-    def heard(self, answer: Answer, now: float) -> None:
+    def heard(self, answer: Whereabouts, now: float) -> None:
         """Notes an answer."""
         self._answers.append(answer)
         self._heard_at = now
@@ -190,7 +190,7 @@ class Suspect:
 
 
 @dataclasses.dataclass
-class Steps:
+class StepTimes:
     """What a node knows of its ranks' steps: when to suspect a rank, and how long it may be busy.
 
     A *stretch* lies between two pings. The limit is ``max(2 L, 30 medians) + 1 s``, where L is the longest

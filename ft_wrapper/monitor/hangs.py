@@ -25,8 +25,8 @@ from ..protocol.records import View
 from ..settings import AllLimits
 from ..store.bounded import in_background
 from . import evidence
-from .evidence import END, VOTE, Answer, Claim, Hold, Kind, Steps, Suspect, Wait, Waiting
-from .look import is_lost, look, slices
+from .evidence import END, VOTE, Claim, Hold, Kind, StepTimes, Suspect, Wait, Waiting, Whereabouts
+from .look import is_lost, look_at, slices
 from .shared_memory import Phase, RankMemory
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class Accusation(NamedTuple):
     of: int | None = _ITSELF
 
 
-class Rank(Protocol):
+class WatchedRank(Protocol):
     """What the watch for hangs needs to know about a rank. Its thread reads it."""
 
     memory: RankMemory
@@ -96,7 +96,7 @@ class _Watched:
         accusation: what was said then.
     """
 
-    rank: Rank
+    rank: WatchedRank
     pings: int = 0
     at: float = 0.0
     slices: tuple[tuple[int, int], float] = ((0, 0), 0.0)
@@ -135,7 +135,7 @@ class _Watched:
                 fields["inside"] = fields["inside"] and (*fields["inside"],)
                 self.is_asked = False
                 if self.suspect is not None:
-                    self.suspect.heard(Answer(**fields), now)
+                    self.suspect.heard(Whereabouts(**fields), now)
             except BlockingIOError:
                 pass
             if not self.is_asked and now - self.asked_at >= _ASK_EVERY:
@@ -156,7 +156,7 @@ class _Watched:
         self.ask(now)
         answer = suspect.answer
         with contextlib.suppress(OSError):  # it has ended
-            suspect.seen(look(self.rank.pid, now, answer.thread if answer else 0), now)
+            suspect.seen(look_at(self.rank.pid, now, answer.thread if answer else 0), now)
         suspect.is_worker_lost = bool(answer and answer.worker and is_lost(answer.worker))
 
     def kind(self, now: float, hold: Hold) -> Kind:
@@ -201,8 +201,8 @@ class HangWatch:
     name: str
 
     def __post_init__(self) -> None:
-        self.steps = Steps()
-        self._ranks: dict[Rank, _Watched] = {}
+        self.steps = StepTimes()
+        self._ranks: dict[WatchedRank, _Watched] = {}
         self._wanted = threading.Condition()
         self._closing = False
         self._thread: threading.Thread | None = None
@@ -215,7 +215,7 @@ class HangWatch:
         self._oldest = 0.0  # seconds since the oldest last ping, when that was read
         self._alarms: dict[str, int | None] = {}  # places, and at which step
 
-    def add(self, rank: Rank) -> None:
+    def add(self, rank: WatchedRank) -> None:
         """Begins to watch a rank."""
         with self._wanted:
             self._ranks = {**self._ranks, rank: _Watched(rank)}
@@ -223,7 +223,7 @@ class HangWatch:
                 self._thread = in_background("looking for hangs", self._run)
             self._wanted.notify()
 
-    def remove(self, rank: Rank) -> None:
+    def remove(self, rank: WatchedRank) -> None:
         """Ends the watch of a rank. A second call is harmless."""
         with self._wanted:
             self._ranks = {one: watched for one, watched in self._ranks.items() if one is not rank}

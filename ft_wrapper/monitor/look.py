@@ -1,4 +1,4 @@
-"""What Linux says of a process from outside: whether its main thread moves, and what it waits in.
+"""What Linux says of a process from outside: whether its main thread moves, what it waits in.
 
 A look costs some 0.3 ms, so it is for processes under suspicion. `slices` costs a microsecond.
 
@@ -69,7 +69,7 @@ class Look(NamedTuple):
     ends_soon: bool
 
 
-def look(pid: int, now: float, own_thread: int = 0) -> Look:
+def look_at(pid: int, now: float, own_thread: int = 0) -> Look:
     """Looks at a process.
 
     Args:

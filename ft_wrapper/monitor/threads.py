@@ -27,7 +27,7 @@ from ..protocol.ends import Ends
 from ..protocol.records import DONE, FAULT
 from ..store import StoreMixin
 from ..store.bounded import in_background
-from .evidence import Answer
+from .evidence import Whereabouts
 from .frames import forget_frames
 from .interrupt import Interrupter
 from .shared_memory import RankMemory
@@ -241,7 +241,7 @@ class ProgressWatchdog:
         memory: RankMemory,
         interval: float,
         questions: socket.socket,
-        answer: Callable[[], Answer],
+        answer: Callable[[], Whereabouts],
         watches_main_thread: bool = True,
     ) -> None:
         memory.gil_stamp = memory.main_stamp = time.monotonic()

@@ -394,6 +394,7 @@ class RankMonitor:
         """Stops the heartbeat, and the watch for hangs."""
         self.heart.remove(self)
         self.heart.hangs.remove(self)
+        self.wake = lambda: None  # a cycle would keep the rank's memory until a collection
 
     def close(self) -> None:
         """Stops the heartbeat, and closes the store's client."""

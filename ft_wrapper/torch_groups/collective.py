@@ -14,7 +14,7 @@ from typing import Any
 
 from torch._C import _distributed_c10d
 
-from ..monitor.evidence import Answer, Wait
+from ..monitor.evidence import Wait, Whereabouts
 from ..monitor.frames import SourceLocation, current_frames, describe_stack, is_library, locations
 from ..protocol.records import CollectivePosition, GroupSequence
 from ..store.bounded import in_background
@@ -107,7 +107,7 @@ def limit_recorder() -> None:
         os.environ[_ENTRIES[0]] = _FEW_ENTRIES
 
 
-def whereabouts(thread: int) -> Answer:
+def whereabouts(thread: int) -> Whereabouts:
     """Where a thread stands, to the monitor of this rank.
 
     Args:
@@ -121,7 +121,7 @@ def whereabouts(thread: int) -> Answer:
     if not waits and operation is not None:
         waits = operation.f_code.co_name
     frames = [each for each, _ in traceback.walk_stack(frame)]
-    return Answer(
+    return Whereabouts(
         threading.get_native_id(),
         "" if users is None else f"{users.file}:{users.line}",
         describe_stack(stack) or "",

@@ -39,13 +39,14 @@ def obey(orders: Connection, agent: str, store: str) -> None:
     plan = announced_plan(store, 20.0)
     lost = threading.Event()
     calls: list[tuple[RankMemory, MonitorLine]] = []
+    _questions, asker = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # unanswered
     while True:
         order, *arguments = orders.recv()
         answer: Any = True
         if order == "begin":
             memory = RankMemory()
             memory.lock_life()
-            line, _ = ask_agent(SETTINGS, plan, memory, lost.set)
+            line, _ = ask_agent(SETTINGS, plan, memory, asker, lost.set)
             answer = line is not None
             if line is not None:
                 calls.append((memory, line))
@@ -68,7 +69,7 @@ def obey(orders: Connection, agent: str, store: str) -> None:
         elif order == "ask":
             with contextlib.closing(RankMemory()) as memory:
                 limits = dataclasses.replace(SETTINGS, rejoin=arguments[0])
-                answer = ask_agent(limits, plan, memory, lost.set, watch=arguments[1])
+                answer = ask_agent(limits, plan, memory, asker, lost.set, watch=arguments[1])
         elif order == "threads":
             answer = threading.active_count() - 1
         elif order == "end the earlier":
@@ -98,7 +99,7 @@ def say_hello(agent: str, hello: bytes, with_memory: bool) -> str | None:
     line = socket.socket(socket.AF_UNIX)
     line.connect(f"\0{agent}")
     with contextlib.closing(RankMemory()) as memory, contextlib.suppress(BrokenPipeError):
-        socket.send_fds(line, [hello], [memory.fd] if with_memory else [])
+        socket.send_fds(line, [hello], [memory.fd, line.fileno()] if with_memory else [])
     if not hello.endswith(b"\n"):
         _kept.append(line)
         return None

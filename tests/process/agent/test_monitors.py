@@ -233,14 +233,15 @@ def test_an_agent_that_answers_and_hangs_up_is_heard(monkeypatch: pytest.MonkeyP
 
         def answer() -> None:
             with listener.accept()[0] as line:
-                os.close(socket.recv_fds(line, 1, 1)[1][0])
+                for fd in socket.recv_fds(line, 1, 2)[1]:
+                    os.close(fd)
                 assert receive(line)["watch"] is False
                 send(line, vars(HelloReply(replaced=True, refused="there is one already")))
 
         agent = threading.Thread(target=answer)
         agent.start()
         plan = announced_plan("127.0.0.1:1", 20.0)
-        assert ask_agent(SETTINGS, plan, memory, print, watch=False) == (None, True)
+        assert ask_agent(SETTINGS, plan, memory, listener, print, watch=False) == (None, True)
         agent.join()
 
 

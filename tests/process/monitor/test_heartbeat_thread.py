@@ -57,7 +57,7 @@ def settings() -> AllLimits:
 def monitor(connect: Any, settings: AllLimits) -> Iterator[None]:
     """A monitor with a heart of its own."""
     with contextlib.closing(Heart(connect, str(MEMBER), settings)) as heart:
-        watching = RankMonitor(FakeStore, MEMBER, mock.Mock(rank=None), 0, settings, heart)
+        watching = RankMonitor(FakeStore, MEMBER, mock.Mock(rank=None), 0, mock.Mock(), settings, heart)
         with contextlib.closing(watching):
             yield
 
@@ -109,7 +109,7 @@ def test_goodbyes_are_waited_for_without_reading_all_of_them_each_time(settings:
     Agreement(store).ends.say_goodbye(Member(number - 1, 0))
     requests = store.requests()
     heart = Heart(lambda: store, str(MEMBER), dataclasses.replace(settings, heartbeat_interval=5.0))
-    watching = RankMonitor(lambda: store, MEMBER, mock.Mock(rank=None), 0, settings, heart)
+    watching = RankMonitor(lambda: store, MEMBER, mock.Mock(rank=None), 0, mock.Mock(), settings, heart)
     try:
         watching.await_goodbyes()
     finally:
@@ -124,7 +124,7 @@ def test_a_death_is_published_once_but_again_if_that_failed(settings: AllLimits)
     store = FakeStore()
     heart = Heart(lambda: store, str(MEMBER), dataclasses.replace(settings, heartbeat_interval=5.0))
     memory = mock.Mock(active=True, rank=None, leave_requested=False)
-    watching = RankMonitor(lambda: store, MEMBER, memory, 0, settings, heart)
+    watching = RankMonitor(lambda: store, MEMBER, memory, 0, mock.Mock(), settings, heart)
     try:
         store.fail("append", error=StoreError("out of reach"))
         with pytest.raises(StoreError):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ft_wrapper.monitor.look import Look, descendants, is_lost, look, slices
+from ft_wrapper.monitor.look import Look, descendants, is_lost, look_at, slices
 
 LIMIT = 60.0  # seconds, however busy the machine is
 READY = "import os, sys, time; os.write(1, b'!');"
@@ -40,7 +40,7 @@ def start() -> Iterator[Callable[[str], int]]:
 def await_look(pid: int, is_expected: Callable[[Look], bool]) -> Look:
     """Looks until a process has come to what is expected."""
     deadline = time.monotonic() + LIMIT
-    while not is_expected(seen := look(pid, time.monotonic())):
+    while not is_expected(seen := look_at(pid, time.monotonic())):
         assert time.monotonic() < deadline, seen
         time.sleep(0.01)  # nothing announces that a process has fallen asleep
     return seen
@@ -78,7 +78,7 @@ def test_a_thread_that_sleeps_without_end_does_not_move(start: Callable[[str], i
     pid = start(code)
     first = await_look(pid, is_asleep)
     before = slices(pid)
-    second = look(pid, time.monotonic())
+    second = look_at(pid, time.monotonic())
     assert before == slices(pid)
     assert (first.run, first.waited, first.slices) == (second.run, second.waited, second.slices)
     assert not second.ends_soon and not second.is_in_file
@@ -118,7 +118,7 @@ def test_the_thread_that_answers_is_left_out(start: Callable[[str], int]) -> Non
         assert process.stdout is not None
         thread = int(process.stdout.readline())
         await_look(process.pid, lambda seen: seen.are_others_ready)
-        assert not look(process.pid, time.monotonic(), thread).are_others_ready
+        assert not look_at(process.pid, time.monotonic(), thread).are_others_ready
         process.kill()
 
 
@@ -138,7 +138,7 @@ def test_a_process_that_has_ended_is_lost(start: Callable[[str], int]) -> None:
         time.sleep(0.01)
     assert is_lost(2**22 + 1)
     with pytest.raises(OSError):
-        look(2**22 + 1, time.monotonic())
+        look_at(2**22 + 1, time.monotonic())
 
 
 def test_a_read_of_a_fifo_is_no_work_on_a_file(start: Callable[[str], int], tmp_path: Path) -> None:

@@ -6,14 +6,16 @@ import contextlib
 import ctypes
 import gc
 import multiprocessing
+import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
+from ft_wrapper.monitor.evidence import Whereabouts
 from ft_wrapper.monitor.shared_memory import RankMemory
 from ft_wrapper.monitor.threads import ProgressWatchdog
 
@@ -51,12 +53,19 @@ def recorder() -> Recorder:
 
 
 @contextlib.contextmanager
-def stamped(recorder: Recorder, **kwargs: Any) -> Iterator[None]:
-    watchdog = ProgressWatchdog(cast(RankMemory, recorder), INTERVAL, **kwargs)
-    try:
-        yield
-    finally:
-        watchdog.stop()
+def started(memory: Any, interval: float, **kwargs: Any) -> Iterator[ProgressWatchdog]:
+    """A watchdog that no monitor asks anything."""
+    ours, asker = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, asker:
+        watchdog = ProgressWatchdog(memory, interval, ours, Whereabouts, **kwargs)
+        try:
+            yield watchdog
+        finally:
+            watchdog.stop()
+
+
+def stamped(recorder: Recorder, **kwargs: Any) -> contextlib.AbstractContextManager[ProgressWatchdog]:
+    return started(recorder, INTERVAL, **kwargs)
 
 
 def run_python_until_main_stamps(recorder: Recorder, count: int) -> None:
@@ -97,10 +106,9 @@ def test_stamps_are_fresh_after_start() -> None:
     with contextlib.closing(RankMemory()) as memory:
         memory.gil_stamp = memory.main_stamp = 1.0
         before = time.monotonic()
-        watchdog = ProgressWatchdog(memory, 60.0)
-        assert memory.gil_stamp >= before
-        assert memory.main_stamp >= before
-        watchdog.stop()  # which a long interval does not delay
+        with started(memory, 60.0):  # the interval does not delay the end
+            assert memory.gil_stamp >= before
+            assert memory.main_stamp >= before
 
 
 def test_at_most_one_pending_call_is_outstanding(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +146,6 @@ def test_stop_with_a_pending_call_outstanding() -> None:
     def stop_while_the_main_thread_is_in_c() -> None:
         for _ in range(50):
             memory = RankMemory()
-            watchdog = ProgressWatchdog(memory, 0.001)
             stopped = threading.Lock()
             stopped.acquire()
 
@@ -147,10 +154,11 @@ def test_stop_with_a_pending_call_outstanding() -> None:
                 memory.close()
                 stopped.release()
 
-            thread = threading.Thread(target=stop, args=(watchdog, memory, stopped))
-            thread.start()
-            stopped.acquire()  # in C: what is pending stays so until after the stop
-            thread.join()
+            with started(memory, 0.001) as watchdog:
+                thread = threading.Thread(target=stop, args=(watchdog, memory, stopped))
+                thread.start()
+                stopped.acquire()  # in C: what is pending stays so until after the stop
+                thread.join()
             del watchdog, memory, thread
             gc.collect(0)
 

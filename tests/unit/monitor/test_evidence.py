@@ -9,7 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_wrapper.monitor import evidence
-from ft_wrapper.monitor.evidence import LIVE, PLAIN, Answer, Claim, Hold, Kind, Steps, Suspect, Wait, Waiting
+from ft_wrapper.monitor.evidence import (
+    LIVE,
+    PLAIN,
+    Claim,
+    Hold,
+    Kind,
+    StepTimes,
+    Suspect,
+    Wait,
+    Waiting,
+    Whereabouts,
+)
 from ft_wrapper.monitor.look import Look
 
 MS = 1_000_000
@@ -30,7 +41,7 @@ def looks(suspect: Suspect, seconds: float, *, begin: float = 0.0, **fields: obj
 
 
 def kind_of(
-    answer: Answer | None = None, *, seconds: float = 1.0, hold: Hold = LIVE, **fields: object
+    answer: Whereabouts | None = None, *, seconds: float = 1.0, hold: Hold = LIVE, **fields: object
 ) -> Kind:
     suspect = Suspect(0.0, 0.0)
     now = looks(suspect, seconds, **fields)
@@ -40,8 +51,8 @@ def kind_of(
     return suspect.kind(now, hold)
 
 
-IN_USER_CODE = Answer(1, "train.py:7", "at train.py:7 in train")
-IN_COLLECTIVE = Answer(1, "train.py:7", "in all_reduce", "all_reduce #3", ("0", 3), begun={"0": 3})
+IN_USER_CODE = Whereabouts(1, "train.py:7", "at train.py:7 in train")
+IN_COLLECTIVE = Whereabouts(1, "train.py:7", "in all_reduce", "all_reduce #3", ("0", 3), begun={"0": 3})
 
 
 @pytest.mark.parametrize(
@@ -64,19 +75,19 @@ IN_COLLECTIVE = Answer(1, "train.py:7", "in all_reduce", "all_reduce #3", ("0", 
         (Kind.TRACED, None, {"state": "t"}),
         (Kind.STUCK, None, {}),
         (Kind.NO_GIL, None, {"state": "R", "run": lambda ms: ms * MS}),
-        (Kind.COMPILES, Answer(compiles=True), {}),
-        (Kind.LOADER, Answer(worker=12), {}),
-        (Kind.WAITS, Answer(waits="all_reduce #3", inside=("0", 3), on_device=True), {"state": "R"}),
+        (Kind.COMPILES, Whereabouts(compiles=True), {}),
+        (Kind.LOADER, Whereabouts(worker=12), {}),
+        (Kind.WAITS, Whereabouts(waits="all_reduce #3", inside=("0", 3), on_device=True), {"state": "R"}),
     ],
 )
-def test_what_a_rank_does(kind: Kind, answer: Answer | None, fields: dict[str, object]) -> None:
+def test_what_a_rank_does(kind: Kind, answer: Whereabouts | None, fields: dict[str, object]) -> None:
     assert kind_of(answer, **fields) is kind
 
 
 def test_a_rank_whose_loaders_worker_is_lost_is_stuck() -> None:
     suspect = Suspect(0.0, 0.0)
     now = looks(suspect, 0.5)
-    suspect.heard(Answer(worker=12), now)
+    suspect.heard(Whereabouts(worker=12), now)
     assert suspect.kind(now, LIVE) is Kind.LOADER
     suspect.is_worker_lost = True
     assert suspect.kind(now, LIVE) is Kind.STUCK
@@ -186,8 +197,8 @@ def test_the_odd_ones_are_fewer_than_half(job: tuple[list[list[Wait | None]], in
 # ---- how long a rank may take
 
 
-def known(step: float, steps: int = 50) -> Steps:
-    known = Steps()
+def known(step: float, steps: int = 50) -> StepTimes:
+    known = StepTimes()
     for _ in range(steps):
         known.passed(1, step)
     return known

@@ -67,7 +67,8 @@ class Watched:
         )
         self.stamp()
         self.store = store = FakeStore()
-        self.monitor = RankMonitor(lambda: store, Member(0, 0), self.memory, 0, SETTINGS, mock.Mock())
+        whose = Member(0, 0), self.memory, 0, mock.Mock()
+        self.monitor = RankMonitor(lambda: store, *whose, SETTINGS, mock.Mock())
         monkeypatch.setattr(self.monitor, "_end_rank", self._end)
 
     def _end(self, pidfd: int, message: str) -> None:

@@ -36,7 +36,9 @@ class Flickering(RankMemory):
 def test_a_rank_that_leaves_as_its_monitor_looks_is_not_ended() -> None:
     with contextlib.closing(Flickering()) as memory:
         memory.enter_phase(Phase.WATCHED)
-        monitor = RankMonitor(FakeStore, Member(0, 0), memory, os.getpid(), AllLimits(), mock.Mock())
+        heart = mock.Mock(**{"hangs.steps.patience": 1.0})
+        whose = Member(0, 0), memory, os.getpid(), mock.Mock()
+        monitor = RankMonitor(FakeStore, *whose, AllLimits(), heart)
         for _ in range(10):
             assert min(monitor._left(NOW)) > 0.0
         monitor.close()

@@ -23,7 +23,7 @@ def test_only_the_first_512_ranks_say_where_they_stood(
     ends.finished_in.return_value = []
     monkeypatch.setattr(call.warm_up, "announce_cuda", lambda client: None)
     monkeypatch.setattr(call.dataclasses, "replace", lambda fault, position: fault)
-    this.state.rank = rank
+    this.state.rank, this.own.memory.is_accused = rank, False
     this._current.hang = Hang("in all_reduce", CollectivePosition(), "a.py:5", since=0.0, is_cause=True)
     Call._publish(this)
     assert ends.log_fault.called is tells
