@@ -66,7 +66,10 @@ class Remembered:
 
 
 # The environment variables that a call changes.
-_CHANGED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
+_CHANGED = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"),
+    "TORCH_FR_BUFFER_SIZE",
+)
 _FILES_OF_A_CALL = 18  # including the files of its monitor, if that is a process
 # What this process remembers of its last wrapped call, by store.
 _remembered: dict[str, Remembered] = {}
