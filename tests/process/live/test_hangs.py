@@ -110,7 +110,7 @@ def test_ranks_that_hang_are_named_and_go_on(job: Job) -> None:
         assert "did not come to " in cause and "soft_timeout" not in cause
         if kind in ("sleep", "lock", "pipe", "C", "busy"):
             how = "busy" if kind == "busy" else "asleep"
-            assert re.search(rf"{how} at test_hangs\.py:\d+ in hang for .* s; steps take .* ms", cause), cause
+            assert re.search(rf"{how} at test_hangs\.py:\d+ in hang for .*s; steps take .* ms", cause), cause
 
 
 @pytest.mark.parametrize("kind", ["stopped", "loop with the GIL"])
