@@ -200,13 +200,13 @@ class StepTimes:
     Attributes:
         longest: L, in seconds.
         patience: by how much the timeouts of `MainLimits` have grown.
-        places: seconds that a rank may sleep at a line of the user's code.
+        places: seconds that a rank may spend at a line of the user's code; "" for an unknown one.
     """
 
     longest: float = 0.0
     patience: float = 1.0
     places: dict[str, float] = dataclasses.field(default_factory=dict)
-    _alarm: tuple[int, float] | None = None  # its step, and what was the longest stretch before it
+    _alarms: dict[str, tuple[int, float]] = dataclasses.field(default_factory=dict)
     _steps: collections.deque[float] = dataclasses.field(
         default_factory=lambda: collections.deque(maxlen=_REMEMBERED)
     )
@@ -221,45 +221,49 @@ class StepTimes:
         """Seconds since its last ping after which a rank is suspected."""
         return max(_STEPS * self.median, SUSPECT_AFTER)
 
-    @property
-    def limit(self) -> float:
-        """Seconds that a busy rank may take while other ranks wait for it."""
-        return max(2 * self.longest, 30 * self.median) + 1.0
+    def limit(self, place: str = "") -> float:
+        """Seconds that a rank may be busy at a line while other ranks wait for it."""
+        return max(2 * self.longest, 30 * self.median, self.places.get(place, 0.0)) + 1.0
 
     def passed(self, stretches: int, seconds: float) -> None:
         """Learns from the time that some stretches took together."""
         self._steps.append(seconds / stretches)
-        self.longest *= 0.5 ** (stretches / _HALVES_AFTER)
+        fades = 0.5 ** (stretches / _HALVES_AFTER)
+        self.longest *= fades
+        self.places = {place: seconds * fades for place, seconds in self.places.items()}
 
     def stretch(self, seconds: float) -> None:
         """Learns from one long stretch, which has ended by itself."""
-        self._alarm = None
         self.longest = max(self.longest, seconds)
 
     def slept(self, seconds: float, place: str) -> None:
-        """Learns that a rank may sleep at a line of the user's code."""
+        """Learns that a rank may sleep at a line."""
         if place:
             self.places[place] = max(self.places.get(place, 0.0), 2 * seconds)
 
-    def alarm(self, step: int | None) -> None:
+    def alarm(self, place: str, step: int | None) -> None:
         """Notes that the limit ended an iteration: or what takes longer would never get through.
 
         Args:
+            place: the line where the rank was.
             step: the step that took too long.
         """
         if step is not None:
-            self._alarm = step, self.longest
-        self.longest = max(2 * self.longest, self.limit)
+            self._alarms[place] = step, self.places.get(place, 0.0)
+        self.places[place] = 2 * self.limit(place)
 
     def went_on(self, first: int, step: int) -> None:
-        """Forgets an alarm that was right: the step, done again, took no longer than others.
+        """Forgets alarms that were right: their steps were done again, and took no longer than others.
 
         Args:
             first: the first step of the iteration.
             step: the step that the rank has come to.
         """
-        if self._alarm is not None and first <= self._alarm[0] < step:
-            self.longest, self._alarm = self._alarm[1], None
+        for place, (at, before) in list(self._alarms.items()):
+            if first <= at < step:
+                del self._alarms[place]
+                if 2 * self.longest < self.places[place]:
+                    self.places[place] = before
 
 
 class Waiting(NamedTuple):

@@ -42,6 +42,7 @@ _IDLE = 0.1  # seconds between two looks at the pings while little is known
 _MOST_WAITS = 4
 _NEVER = -10
 _ITSELF = -1
+_ALL_WAIT = "all wait"  # in place of a line
 _PATIENCE = 5.0  # seconds without the store
 _LONGEST_ANSWER = 1 << 16
 
@@ -178,6 +179,12 @@ class _Watched:
             return VOTE, memory.votes
         answer = self.suspect.answer if self.suspect else None
         return answer.inside if answer else None
+
+    @property
+    def place(self) -> str:
+        """The line of the user's code where it stands; empty if it cannot say."""
+        answer = self.suspect.answer if self.suspect else None
+        return answer.place if answer else ""
 
     def begun(self) -> Mapping[str, int] | None:
         """The highest number that it has begun, by what it waits in; None if it cannot say."""
@@ -350,7 +357,7 @@ class HangWatch:
         for one, kind in kinds.items():
             one.is_explained |= kind in evidence.EXPLAINED
             if one.suspect is not None and one.suspect.answer is not None and kind is not Kind.WAITS:
-                one.slept = max(one.slept, (one.suspect.still(now), one.suspect.answer.place))
+                one.slept = max(one.slept, (one.suspect.still(now), one.place))
         if len(watched) > 1 and all(kind is Kind.STOPPED for kind in kinds.values()):
             for one in watched:
                 one.is_explained = True  # the node is paused
@@ -395,8 +402,8 @@ class HangWatch:
         if odd and not guilty:
             message = f"did not come to {most}: in {_words({odd[0]: waits[odd[0]]}, watched)}"
             self._end(first, Accusation(self._n, message, of=waits[odd[0]].first))
-        elif not odd and first.rank.memory.votes and first.age(now) > self.steps.limit:
-            self.steps.alarm(first.rank.memory.step)
+        elif not odd and first.rank.memory.votes and first.age(now) > self.steps.limit(_ALL_WAIT):
+            self.steps.alarm(_ALL_WAIT, first.rank.memory.step)
             message = f"all ranks wait in {most}: one of them skipped an operation before"
             self._end(first, Accusation(self._n, message, of=None))
 
@@ -404,17 +411,16 @@ class HangWatch:
         """How long a rank has to be still until it counts: longer at a line where it may sleep."""
         memory = one.rank.memory
         hold = evidence.LIVE if memory.votes else evidence.PLAIN
-        place = one.suspect.answer.place if one.suspect and one.suspect.answer else ""
-        stuck = max(hold.stuck, self.steps.places.get(place, 0.0))
+        stuck = max(hold.stuck, self.steps.places.get(one.place, 0.0))
         # Once more at the same step: it sleeps there each time.
-        if self._alarms.get(place, _NEVER) == _step_of(memory):
+        if self._alarms.get(one.place, _NEVER) == _step_of(memory):
             stuck = max(stuck, one.rank.limits.soft)
         return hold._replace(stuck=stuck)
 
     def _hangs(self, one: _Watched, kind: Kind, now: float) -> bool:
         if kind in _SLOW:
             starved = one.suspect.starved if one.suspect else 0.0
-            return bool(one.rank.memory.votes) and one.age(now) - starved > self.steps.limit
+            return bool(one.rank.memory.votes) and one.age(now) - starved > self.steps.limit(one.place)
         return kind in (Kind.STUCK, Kind.STOPPED)
 
     # ---- a verdict
@@ -432,9 +438,9 @@ class HangWatch:
         elif answer and answer.worker:
             does = f"waiting for its loader's worker {answer.worker}, which is stopped or dead,"
         if kind in _SLOW:
-            self.steps.alarm(memory.step)
+            self.steps.alarm(one.place, memory.step)
         elif kind is Kind.STUCK and answer:
-            self._alarms[answer.place] = _step_of(memory)
+            self._alarms[one.place] = _step_of(memory)
         one.accused_at = now
         one.accusation = f"{what}: {does} for {seconds}; steps take {duration(self.steps.median)}"
         holds_gil = answer is None and kind is not Kind.STOPPED

@@ -619,7 +619,7 @@ class RankMonitor:
             message: what it did.
             at_once: whether SIGTERM is of no use.
         """
-        place = describe_main_thread(self.memory, self.pid, pidfd)
+        place = None if is_stopped(self.pid) else describe_main_thread(self.memory, self.pid, pidfd)
         if place is not None:
             message += f" and stood {place}"
         log.warning("%s %s: its process is ended", self._name(), message)

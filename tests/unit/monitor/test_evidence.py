@@ -24,6 +24,7 @@ from ft_wrapper.monitor.evidence import (
 from ft_wrapper.monitor.look import Look
 
 MS = 1_000_000
+LINE = "data.py:41"
 GAP = 0.05
 
 
@@ -219,40 +220,42 @@ def test_a_stretch_as_long_as_one_before_is_within_the_limit(step: float, stretc
     steps = known(step)
     for stretch in stretches:
         steps.stretch(stretch)
-    assert steps.limit > max([30 * step, *stretches])
-    assert steps.limit >= 2 * max([0.0, *stretches])
+    assert steps.limit() > max([30 * step, *stretches])
+    assert steps.limit() >= 2 * max([0.0, *stretches])
 
 
 @given(st.floats(0.001, 1.0), st.floats(1.0, 1e4))
 def test_each_alarm_doubles_the_limit_until_the_work_gets_through(step: float, work: float) -> None:
     steps, alarms = known(step), 0
-    while steps.limit < work:
-        before = steps.limit
-        steps.alarm(None)
-        assert steps.limit > 2 * before
+    while steps.limit(LINE) < work:
+        before = steps.limit(LINE)
+        steps.alarm(LINE, None)
+        assert steps.limit(LINE) > 2 * before
         alarms += 1
     assert alarms <= 14  # log2(1e4)
+    assert steps.limit("another") == known(step).limit()
 
 
 def test_an_alarm_that_was_right_is_forgotten() -> None:
     """The step is done again, and takes no longer than others."""
     steps = known(0.02)
-    before = steps.limit
-    steps.alarm(7)
+    before = steps.limit(LINE)
+    steps.alarm(LINE, 7)
+    steps.stretch(0.5)  # the first step after a restart
     steps.went_on(8, 9)
-    assert steps.limit > before, "it was not done again"
+    assert steps.limit(LINE) > before, "it was not done again"
     steps.went_on(7, 7)
-    assert steps.limit > before, "it is not done"
+    assert steps.limit(LINE) > before, "it is not done"
     steps.went_on(7, 8)
-    assert steps.limit == before
+    assert steps.limit(LINE) == max(before, 2.0)
 
 
 def test_an_alarm_that_was_wrong_is_learned() -> None:
     steps = known(0.02)
-    steps.alarm(7)
+    steps.alarm(LINE, 7)
     steps.stretch(3.0)  # it takes as long again
     steps.went_on(7, 8)
-    assert steps.limit >= 2 * 3.0
+    assert steps.limit(LINE) >= 2 * 3.0
 
 
 def test_the_longest_stretch_counts_half_after_two_thousand() -> None:
@@ -265,7 +268,7 @@ def test_the_longest_stretch_counts_half_after_two_thousand() -> None:
 
 def test_a_line_where_a_rank_slept_is_learned() -> None:
     steps = known(0.02)
-    steps.slept(0.7, "data.py:41")
-    steps.slept(0.2, "data.py:41")
+    steps.slept(0.7, LINE)
+    steps.slept(0.2, LINE)
     steps.slept(5.0, "")
-    assert steps.places == {"data.py:41": 1.4}
+    assert steps.places == {LINE: 1.4}
