@@ -284,7 +284,7 @@ class ProgressWatchdog:
                 is_pending = add_pending_call(post, _semaphore) == 0
             if not is_asked:  # the monitor has ended
                 self._stopping.wait(interval)
-            elif poll.poll(1000 * interval):
+            elif poll.poll(min(1000 * interval, 1e9)):  # it waits for 25 days at most
                 is_asked = self._reply()
 
     def _reply(self) -> bool:
