@@ -31,7 +31,7 @@ from ..state import State, formation_size
 from ..store import PrefixStore, StoreMixin, StorePlan, TCPStore
 from ..store.address import is_this_host, own_address
 from ..torch_groups import caches, warm_up
-from ..torch_groups.collective import limit_recorder, whereabouts
+from ..torch_groups.collective import RECORDER_SIZE, limit_recorder, whereabouts
 from ..torch_groups.kept import KeptGroup
 from ..torch_groups.tracker import begin_tracking
 from .exit_watch import ExitWatch
@@ -68,7 +68,7 @@ class Remembered:
 # The environment variables that a call changes.
 _CHANGED = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"),
-    "TORCH_FR_BUFFER_SIZE",
+    *RECORDER_SIZE,
 )
 _FILES_OF_A_CALL = 18  # including the files of its monitor, if that is a process
 # What this process remembers of its last wrapped call, by store.
@@ -189,7 +189,8 @@ class Resources:
         self.questions, self._asker = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         owned.enter_context(self.questions)
         owned.enter_context(self._asker)  # the monitor has its own, once it has begun
-        limit_recorder()
+        if self.settings.all_limits.looks_for_evidence:
+            limit_recorder()
         self.exit_watch = ExitWatch(self.memory)
         self.waiting = shared_memory.Waits(self.memory)
         owned.callback(close_aborted_sockets)

@@ -24,7 +24,7 @@ _COUNTED_WITHIN = 0.05  # seconds; a backend may hold a lock while it hangs
 _MOST_GROUPS = 8
 _LONGEST_NAME = 8  # some of torch's group names have 40 digits
 # How much flight recorder remembers. A dump of torch's default, 2000, holds the GIL for 20 ms; of 64, 0.3 ms.
-_ENTRIES = "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"
+RECORDER_SIZE = "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"
 _FEW_ENTRIES = "64"
 # Modules at the root of a compilation; other modules of these packages also run compiled code.
 _COMPILERS = ("torch._dynamo.convert_frame", "torch._inductor.compile_fx", "torch._inductor.async_compile")
@@ -103,8 +103,8 @@ def _is_exact(group: Any) -> bool:
 
 def limit_recorder() -> None:
     """Makes flight recorder remember few collectives, unless the user has said how many; before any group."""
-    if not any(name in os.environ for name in _ENTRIES):
-        os.environ[_ENTRIES[0]] = _FEW_ENTRIES
+    if not any(name in os.environ for name in RECORDER_SIZE):
+        os.environ[RECORDER_SIZE[0]] = _FEW_ENTRIES
 
 
 def whereabouts(thread: int) -> Whereabouts:
