@@ -90,9 +90,8 @@ class _Watched:
         suspect: the evidence; None while the node is not suspected.
         is_asked: whether an answer is due.
         asked_at: when it was last asked.
-        is_explained: whether it had a reason during this suspicion.
+        worked: seconds that it took for a step until it waited for other ranks, without a reason.
         slept: seconds that it was asleep at a line of the user's code, and which.
-        began_at: when it had pinged before.
         accused_at: when it was accused; None before.
         accusation: what was said then.
     """
@@ -104,9 +103,8 @@ class _Watched:
     suspect: Suspect | None = None
     is_asked: bool = False
     asked_at: float = 0.0
-    is_explained: bool = False
+    worked: float = 0.0
     slept: tuple[float, str] = (0.0, "")
-    began_at: float = 0.0
     accused_at: float | None = None
     accusation: str = ""
 
@@ -146,7 +144,7 @@ class _Watched:
     def begin(self, now: float) -> Suspect:
         """Begins a suspicion."""
         self.note_slices(now)
-        self.suspect, self.is_explained, self.slept, self.began_at = None, False, (0.0, ""), self.at
+        self.suspect, self.worked, self.slept = None, 0.0, (0.0, "")
         self.ask(now)  # what it hears is old
         self.suspect = Suspect(now, self.slices[1])
         return self.suspect
@@ -343,9 +341,9 @@ class HangWatch:
         with self._wanted:
             watched = list(self._ranks.values())
         for one in watched:
-            suspect, one.suspect, seconds = one.suspect, None, one.at - one.began_at
-            if learns and suspect is not None and not one.is_explained and seconds > 0:
-                self.steps.stretch(seconds)
+            suspect, one.suspect = one.suspect, None
+            if learns and suspect is not None:
+                self.steps.stretch(one.worked)
                 self.steps.slept(*one.slept)
         self._claim(None)
 
@@ -355,12 +353,14 @@ class HangWatch:
         """Decides whether the job hangs because of ranks of this node."""
         kinds = {one: one.kind(now, self._hold(one)) for one in watched}
         for one, kind in kinds.items():
-            one.is_explained |= kind in evidence.EXPLAINED
-            if one.suspect is not None and one.suspect.answer is not None and kind is not Kind.WAITS:
+            if kind in (Kind.WAITS, *evidence.EXPLAINED):
+                continue
+            # Not what lies before: perhaps the node was paused.
+            one.worked = now - (self._suspected_at or now) + self.steps.suspect_after
+            if one.suspect is not None:
                 one.slept = max(one.slept, (one.suspect.still(now), one.place))
         if len(watched) > 1 and all(kind is Kind.STOPPED for kind in kinds.values()):
-            for one in watched:
-                one.is_explained = True  # the node is paused
+            self._forget(learns=False)  # the node is paused
             return
         hang = [one for one, kind in kinds.items() if self._hangs(one, kind, now)]
         wait = [one for one, kind in kinds.items() if kind is Kind.WAITS]
