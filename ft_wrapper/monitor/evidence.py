@@ -11,6 +11,7 @@ import collections
 import dataclasses
 import enum
 import json
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -26,6 +27,8 @@ _LOOKS = 0.1  # seconds without movement until a rank counts as asleep
 _ANSWERS_WITHIN = 0.5  # seconds
 _WORKS = 0.05  # share of a look's time that other threads or children run
 _SENDS = 0.02  # the same of gloo's thread
+_COPIES = 1 << 20  # bytes to or from files between two looks
+_FILE_FOR = 1.0  # seconds that this counts
 _SECONDS = 1e-9
 
 Wait = tuple[str, int]
@@ -39,7 +42,7 @@ class Kind(enum.Enum):
     UNKNOWN = "not known yet"
     STOPPED = "stopped by a signal"
     TRACED = "held by a debugger"
-    FILE = "in a call on a file"
+    FILE = "working on a file"
     COMPILES = "compiling"
     LOADER = "waiting for a loader's worker that lives"
     BUSY = "busy"
@@ -48,8 +51,8 @@ class Kind(enum.Enum):
     STUCK = "asleep"
 
 
-#: Ranks of these kinds have a reason that ends by itself: their stretches are not learned.
-EXPLAINED = (Kind.TRACED, Kind.COMPILES, Kind.LOADER)
+#: Ranks of these kinds have a reason, so only timeouts end them; and what they take is not learned.
+EXPLAINED = (Kind.TRACED, Kind.FILE, Kind.COMPILES, Kind.LOADER)
 _STILL = (Kind.STUCK, Kind.STOPPED)
 
 
@@ -107,6 +110,7 @@ class Suspect:
     def __init__(self, since: float, still_since: float) -> None:
         self._since, self._moved_at, self._heard_at = since, still_since, since
         self._stopped_at: float | None = None
+        self._copied_at = -math.inf
         self._first: Look | None = None
         self._last: Look | None = None
         self._answers: collections.deque[Whereabouts] = collections.deque(maxlen=2)
@@ -139,6 +143,8 @@ class Suspect:
             return
         self.starved = (seen.waited - self._first.waited) * _SECONDS
         took = max(1, seen.at - last.at)
+        if seen.copied - last.copied > _COPIES:
+            self._copied_at = now
         self._sends = seen.transport - last.transport > _SENDS * took
         if seen.state in "TtF":
             self._stopped_at = self._stopped_at or now
@@ -178,7 +184,7 @@ class Suspect:
             return Kind.STUCK if self.is_worker_lost and now - self._since >= hold.stopped else Kind.LOADER
         if answer.compiles:
             return Kind.COMPILES
-        if last.is_in_file:
+        if last.is_in_file or now - self._copied_at < _FILE_FOR:
             return Kind.FILE
         if still < _LOOKS:
             return Kind.BUSY

@@ -52,6 +52,7 @@ class Look(NamedTuple):
         slices: how often it got one.
         elsewhere: how long other threads and descendants have run.
         transport: how long gloo's thread has run.
+        copied: bytes that it has read and written by files' calls.
         are_others_ready: whether another thread or descendant runs, or waits for a processor or a disk.
         is_in_file: whether the main thread is in a call that works on files.
         ends_soon: whether it is in a call that ends by a timeout.
@@ -64,6 +65,7 @@ class Look(NamedTuple):
     slices: int
     elsewhere: int
     transport: int
+    copied: int
     are_others_ready: bool
     is_in_file: bool
     ends_soon: bool
@@ -102,7 +104,8 @@ def look_at(pid: int, now: float, own_thread: int = 0) -> Look:
     if state == "D" and _read(f"{pid}/wchan") in _FREEZERS:
         state = "F"
     is_in_file, ends_soon = _call(pid, now) if state in "SD" else (False, False)
-    times = elsewhere, transport, are_others_ready
+    copied = sum(int(line.partition(":")[2]) for line in _read(f"{pid}/io").splitlines()[:2])
+    times = elsewhere, transport, copied, are_others_ready
     return Look(int(now * 1e9), state, run, waited, count, *times, is_in_file, ends_soon)
 
 

@@ -145,3 +145,10 @@ def test_a_read_of_a_fifo_is_no_work_on_a_file(start: Callable[[str], int], tmp_
     os.mkfifo(tmp_path / "fifo")
     pid = start(f"os.read(os.open({str(tmp_path / 'fifo')!r}, os.O_RDWR), 1)")
     assert not await_look(pid, is_asleep).is_in_file
+
+
+def test_bytes_written_to_a_file_are_counted(start: Callable[[str], int], tmp_path: Path) -> None:
+    path = str(tmp_path / "file")
+    pid = start(f"\nwith open({path!r}, 'wb') as file:\n while True: file.seek(0), file.write(bytes(9999))")
+    first = look_at(pid, time.monotonic())
+    await_look(pid, lambda seen: seen.copied > first.copied + 1_000_000)

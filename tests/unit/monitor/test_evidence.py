@@ -32,7 +32,7 @@ def looks(suspect: Suspect, seconds: float, *, begin: float = 0.0, **fields: obj
     """Looks each 50 ms; fields that are functions take the time in ms. Returns the time of the last look."""
     now, end = begin, begin + seconds
     while now <= end + 1e-9:
-        same = Look(round(now * 1e9), "S", 5, 5, 5, 0, 0, False, False, False)
+        same = Look(round(now * 1e9), "S", 5, 5, 5, 0, 0, 0, False, False, False)
         given = {
             name: value(round(now * 1000)) if callable(value) else value for name, value in fields.items()
         }
@@ -70,6 +70,8 @@ IN_COLLECTIVE = Whereabouts(1, "train.py:7", "in all_reduce", "all_reduce #3", (
         (Kind.WAITS, IN_COLLECTIVE, {"ends_soon": True}),
         (Kind.FILE, IN_USER_CODE, {"is_in_file": True}),
         (Kind.FILE, IN_USER_CODE, {"state": "D", "is_in_file": True}),
+        (Kind.FILE, IN_USER_CODE, {"state": "R", "copied": lambda ms: ms * 100_000}),
+        (Kind.BUSY, IN_USER_CODE, {"state": "R", "copied": lambda ms: ms}),
         (Kind.STOPPED, IN_USER_CODE, {"state": "T"}),
         (Kind.STOPPED, None, {"state": "T"}),
         (Kind.STOPPED, IN_COLLECTIVE, {"state": "F"}),
