@@ -74,15 +74,18 @@ class System:
     Args:
         implementation: what restarts the job.
         live: whether the state lives on in the survivors.
+        spares: ranks beyond those that train.
     """
 
     implementation: Implementation
     live: bool
+    spares: int = 0
 
     @property
     def name(self) -> str:
         """Its name in tables."""
-        return f"{self.implementation.name}, {'live state' if self.live else 'checkpoints'}"
+        spare = ", a warm spare" if self.spares else ""
+        return f"{self.implementation.name}, {'live state' if self.live else 'checkpoints'}{spare}"
 
 
 @dataclasses.dataclass
@@ -191,7 +194,7 @@ def commands(system: System, ranks: int, worker: list[str]) -> list[list[str]]:
     python, name = system.implementation.python, system.implementation.name
     if name == OURS:
         options = [
-            f"--nproc-per-node={ranks}",
+            f"--nproc-per-node={ranks + system.spares}",
             f"--max-rank-restarts={RESTARTS}",
             f"--max-restarts={RESTARTS}",
         ]
@@ -221,9 +224,9 @@ def settings(system: System, hang: float) -> tuple[dict[str, float], float]:
     name = system.implementation.name
     if name == TORCHRUN:
         return {}, hang
-    timeouts = {"soft_timeout": hang / 2, "hard_timeout": hang}
     if name == OURS:
-        return timeouts, 0.0
+        return {}, 0.0  # hangs are found by evidence
+    timeouts = {"soft_timeout": hang / 2, "hard_timeout": hang}
     # NVRx does not free what waits in a gloo collective. Its examples give gloo a timeout, which does.
     return {**system.implementation.settings, **timeouts}, hang / 2
 
@@ -453,7 +456,8 @@ def main() -> None:
     folder = arguments.keep or Path(tempfile.mkdtemp(prefix="goodput-"))
     try:
         implementations = chosen(arguments)
-        systems = [System(each, live=True) for each in implementations if each.name == OURS]
+        ours = [each for each in implementations if each.name == OURS]
+        systems = [System(each, live=True, spares=spares) for spares in (1, 0) for each in ours]
         systems += [System(each, live=False) for each in implementations]
         outcomes = measure(arguments, systems, folder)
     finally:
