@@ -16,6 +16,8 @@ import torch.distributed as dist
 from rank_harness import SETTINGS, Job, Rank, with_limits
 
 from ft_wrapper import CallWrapper, LiveState, Wrapper
+from ft_wrapper.monitor import evidence
+from ft_wrapper.monitor.evidence import Hold
 
 EVERY = 40  # steps between two hangs
 CULPRIT = 1
@@ -49,6 +51,15 @@ def hang(kind: str, pair: Any) -> None:
         case "loader":
             next(iter(torch.utils.data.DataLoader(Stops(), num_workers=1)))
     raise AssertionError(f"{kind} has returned")
+
+
+class Slow(torch.utils.data.Dataset[int]):
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, _: int) -> int:
+        time.sleep(2.0)
+        return 0
 
 
 class Stops(torch.utils.data.Dataset[int]):
@@ -124,3 +135,77 @@ def test_a_rank_that_runs_no_python_is_ended(job: Job, kind: str) -> None:
         assert culprits == [CULPRIT] and step == 2 * EVERY and lost[1:] == [0]
         assert "did not come to " in cause
         assert ("stopped by a signal" if kind == "stopped" else "holding the GIL") in cause
+
+
+def takes_its_time(rank: Rank, waits: str) -> list[Any]:
+    """Nothing hangs: one rank takes long for a reason, or all are stopped for a while."""
+    reports: list[Any] = []
+    arguments = {**SETTINGS, "soft_timeout": "auto", "hard_timeout": "auto", "barrier_timeout": 60.0}
+
+    @Wrapper(**with_limits(**arguments, on_restart=reports.append))
+    def train(call_wrapper: CallWrapper) -> int:
+        dist.init_process_group("gloo")
+        live = LiveState(call_wrapper, build)
+        for step in live.steps(2 * EVERY):
+            live["model"](torch.ones(1, 4)).sum().backward()
+            time.sleep(0.01)
+            dist.all_reduce(torch.ones(1))
+            if step == EVERY and waits == "loader" and rank.slot == CULPRIT:
+                next(iter(torch.utils.data.DataLoader(Slow(), num_workers=1)))
+            elif step == EVERY and waits == "stop" and not rank.slot:
+                rank.say("stop")
+            live.commit()
+        return live.step
+
+    step = train()
+    return [step, [report.cause for report in reports]]
+
+
+def test_a_rank_that_waits_for_a_living_worker_does_not_hang(job: Job) -> None:
+    job.start(3, takes_its_time, "loader")
+    job.wait_for_end(leftovers=False)
+    assert [job[slot].value for slot in range(3)] == [[2 * EVERY, []]] * 3
+
+
+def test_ranks_that_are_all_stopped_are_paused(job: Job) -> None:
+    """They are on one host, so all are stopped within what is allowed to one."""
+    job.start(3, takes_its_time, "stop")
+    job.expect("stop", 0)
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for slot in range(3):
+            os.kill(job[slot].pid, number)
+        if number == signal.SIGSTOP:
+            time.sleep(1.0)  # longer than one of them may be stopped
+    job.wait_for_end()
+    assert [job[slot].value for slot in range(3)] == [[2 * EVERY, []]] * 3
+
+
+def trains_without_live_state(rank: Rank) -> list[Any]:
+    """A rank hangs in a lock; a wrong alarm would cost more, so it takes longer to be sure."""
+    evidence.PLAIN = Hold(0.5, 0.3)
+    reports: list[Any] = []
+    arguments = {**SETTINGS, "soft_timeout": "auto", "hard_timeout": "auto", "barrier_timeout": 60.0}
+
+    @Wrapper(**with_limits(**arguments, on_restart=reports.append))
+    def train(call_wrapper: CallWrapper) -> None:
+        dist.init_process_group("gloo")
+        for step in range(2 * EVERY):
+            call_wrapper.ping(step)
+            time.sleep(0.01)
+            if step == EVERY and rank.slot == CULPRIT and not reports:
+                hang("lock", None)
+            dist.all_reduce(torch.ones(1))
+
+    train()
+    return [[report.cause, list(report.culprit_slots)] for report in reports]
+
+
+def test_a_hang_without_live_state_is_found_too(job: Job) -> None:
+    job.start(2, trains_without_live_state)
+    job.wait_for_end()
+    for slot in range(2):
+        ((cause, culprits),) = job[slot].value
+        assert culprits == [CULPRIT]
+        assert re.search(
+            r"did not come to collective #\d+ of group 0: asleep at test_hangs.py:\d+ in hang for", cause
+        )
