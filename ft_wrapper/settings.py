@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, dataclass_tran
 
 #: A timeout that is learned from the job, and that evidence of a hang shortens.
 AUTO: Literal["auto"] = "auto"
+_GROWS = 10  # a learned timeout may come to this many times what it was at first
 _SOFT, _HARD = 60.0, 90.0  # seconds without progress, where neither evidence nor a number says more
 
 #: Most seconds that a wait may last: Python's and the kernel's waits raise an error for much more.
@@ -238,6 +239,11 @@ class MainLimits(Checked):
             return self.hard_timeout
         soft = 0.0 if isinstance(self.soft_timeout, str) else self.soft_timeout
         return min(max(_HARD, soft * 3 / 2), self.barrier_timeout * 3 / 4)
+
+    @property
+    def longest_stretch(self) -> float:
+        """Seconds that a rank may take for a stretch, whatever ``hard_timeout`` becomes."""
+        return self.hard * (_GROWS if self.hard_timeout == AUTO else 1)
 
     def seconds(self, name: str) -> float:
         """A duration, by its name."""

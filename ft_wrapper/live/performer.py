@@ -129,7 +129,7 @@ class TorchPerformer(Performer):
         about = f"live {services.iteration} {name}"
         self._sign = unsigned if seal is None else lambda what, said: seal.sign(f"{about} {what}", said)
         self._gather = Gather(self._sign, self._group)
-        self._ballot = Ballot(self.rank, self._host, services.settings.hard, self._sign)
+        self._ballot = Ballot(self.rank, self._host, services.settings.longest_stretch, self._sign)
         services.at_end.callback(services.end_fields.clear)
         services.connections.append(self._ballot)
         self._nodes: Sequence[str] = ()

@@ -41,6 +41,8 @@ _SLOW = (Kind.BUSY, Kind.NO_GIL)
 _IDLE = 0.1  # seconds between two looks at the pings while little is known
 _MOST_WAITS = 4
 _NEVER = -10
+_UNKNOWN_AFTER = 10.0  # seconds without a ping, while it is not known how long steps take
+_COMPILES_FOR = 10.0  # seconds without a movement; C++ compilers are children
 _ITSELF = -1
 _ALL_WAIT = "all wait"  # in place of a line
 _PATIENCE = 5.0  # seconds without the store
@@ -115,6 +117,10 @@ class _Watched:
         if pings != self.pings:
             self.pings, self.at = pings, at or now
         return now - self.at
+
+    def still(self, now: float) -> float:
+        """Seconds since it was last seen to move."""
+        return now - self.at if self.suspect is None else self.suspect.still(now)
 
     def note_slices(self, now: float) -> None:
         """Notes whether the main thread has run since it was last asked."""
@@ -217,6 +223,7 @@ class HangWatch:
         self._suspected_at: float | None = None
         self._accused_in = -1  # iteration
         self._claimed: Claim | None = None
+        self._compiles = False
         self._oldest = 0.0  # seconds since the oldest last ping, when that was read
         self._alarms: dict[str, int | None] = {}  # places, and at which step
 
@@ -285,9 +292,7 @@ class HangWatch:
         self._follow(watched[0])
         self._oldest = oldest = max(one.age(now) for one in watched)
         self._learn(watched[0].rank.memory)
-        if not self.steps.median:
-            return _IDLE
-        threshold = self.steps.suspect_after
+        threshold = self.steps.suspect_after if self.steps.median else _UNKNOWN_AFTER
         if oldest < threshold:
             self._forget(learns=True)
             # Once before, so that what is asleep then is known to be so when it is suspected.
@@ -295,7 +300,7 @@ class HangWatch:
                 for one in watched:
                     one.note_slices(now)
                 return threshold - oldest
-            return early - oldest
+            return early - oldest if self.steps.median else _IDLE
         if self._suspected_at is None:
             self._suspected_at = now
         for one in watched:
@@ -346,12 +351,18 @@ class HangWatch:
                 self.steps.stretch(one.worked)
                 self.steps.slept(*one.slept)
         self._claim(None)
+        self._excuse(False)
 
     # ---- a suspicion
 
     def _judge(self, watched: list[_Watched], now: float) -> None:
         """Decides whether the job hangs because of ranks of this node."""
         kinds = {one: one.kind(now, self._hold(one)) for one in watched}
+        self._excuse(
+            any(kind is Kind.COMPILES and one.still(now) < _COMPILES_FOR for one, kind in kinds.items())
+        )
+        if not self.steps.median:
+            return
         for one, kind in kinds.items():
             if kind in (Kind.WAITS, *evidence.EXPLAINED):
                 continue
@@ -483,6 +494,12 @@ class HangWatch:
         if last is None and claim is not None:
             steps.append(Append(keys.claims(self._n), self.name))
         store.execute(steps)
+
+    def _excuse(self, compiles: bool) -> None:
+        """Says whether a rank of this node compiles."""
+        if compiles is not self._compiles:
+            self._compiles = compiles
+            self._open().execute([Write({keys.excuse(self._n): "compiling" if compiles else ""})])
 
     def _claims(self) -> list[Claim]:
         """What all nodes say now."""

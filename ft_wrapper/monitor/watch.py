@@ -9,6 +9,7 @@ import collections
 import contextlib
 import dataclasses
 import enum
+import functools
 import json
 import logging
 import math
@@ -32,6 +33,7 @@ from ..protocol import Agreement
 from ..protocol import keys as names
 from ..protocol.deaths import await_others, report_deaths
 from ..protocol.neighbours import NeighbourWatch
+from ..protocol.operations import read
 from ..protocol.records import Fault, Member, MemberRecord, View, record_of
 from ..settings import AUTO, AllLimits
 from ..store import StoreMixin, serve
@@ -48,6 +50,7 @@ log = logging.getLogger(__name__)
 RESTART = 0.1  # seconds that a restart mostly takes; anything that can wait is done after it
 _STEP_EVERY = 1.0  # seconds between two events with a rank's current step
 _SOON = 0.5  # seconds
+_MOST_EXCUSES = 9  # times soft_timeout that a compilation may take beyond it
 _LATE = 1.0  # seconds; on a busy machine a look is sometimes that late, without a pause
 _REMEMBERED = 64  # gaps; older ones lie before any stamp that matters
 
@@ -364,6 +367,7 @@ class RankMonitor:
         self._publishers: list[threading.Thread] = []  # of soft timeouts
         self._step_emitted_at, self._step_emitted = -math.inf, dict[str, Any]()
         self._accusation: Accusation | None = None
+        self._excused = -1, 0  # iteration, and how often a compilation there was given more time
         self.heart.add(self)
         if self.limits.looks_for_evidence:
             self.heart.hangs.add(self)
@@ -469,7 +473,8 @@ class RankMonitor:
             self._end_rank(pidfd, f"{what} for hard_timeout={timeout:g} s")
         elif soft <= 0.0:
             self._reported = n = self.memory.iteration
-            self._publish_hang(Accusation(n, f"made no progress for soft_timeout={self._soft:g} s"))
+            message = f"made no progress for soft_timeout={self._soft:g} s"
+            self._publish_hang(Accusation(n, message), excusable=self.limits.looks_for_evidence)
 
     def _left(self, now: float) -> tuple[float, float, float, float]:
         """Seconds until four deadlines; infinite for those that do not apply now.
@@ -550,8 +555,15 @@ class RankMonitor:
         self._emit("step", view, **step)
 
     @property
+    def _excuses(self) -> int:
+        n, excuses = self._excused
+        return excuses if n == self.memory.iteration else 0
+
+    @property
     def _soft(self) -> float:
-        return self.limits.soft * (self.heart.hangs.steps.patience if self.limits.soft_timeout == AUTO else 1)
+        if self.limits.soft_timeout != AUTO:
+            return self.limits.soft
+        return self.limits.soft * (self.heart.hangs.steps.patience + self._excuses)
 
     @property
     def _hard(self) -> float:
@@ -577,15 +589,20 @@ class RankMonitor:
             self._publishers[-1].join(_SOON)
             describe_main_thread(self.memory, self.pid, pidfd)
 
-    def _publish_hang(self, accused: Accusation) -> None:
+    def _publish_hang(self, accused: Accusation, *, excusable: bool = False) -> None:
         # In another thread: an unreachable store must not delay the hard timeout.
         what = f"telling the other ranks that {self._name()} hangs"
-        publisher = in_background(what, lambda: self._publish_soft_timeout(accused))
+        publish = functools.partial(self._publish_soft_timeout, accused, excusable=excusable)
+        publisher = in_background(what, publish)
         self._publishers = [*(one for one in self._publishers if one.is_alive()), publisher]
 
-    def _publish_soft_timeout(self, accused: Accusation) -> None:
-        view = self.view
-        if view is None or view.n != accused.n:
+    def _publish_soft_timeout(self, accused: Accusation, *, excusable: bool) -> None:
+        view, n = self.view, accused.n
+        if view is None or view.n != n:
+            return
+        if excusable and self._excuses < _MOST_EXCUSES and read(self._agreement.store, names.excuse(n)):
+            self._excused = n, self._excuses + 1
+            self._reported = n - 1
             return
         fault = self._fault(Interruption.SOFT_TIMEOUT, accused.message)
         if accused.of is None:

@@ -95,6 +95,8 @@ faults = _of_iteration("faults")
 # Log: hearts whose ranks wait or hang; and what each says, by its name.
 claims = _of_iteration("claims")
 claim = _of_iteration("claim")
+# Register: why ranks of n may take long; empty or absent if they may not.
+excuse = _of_iteration("excuse")
 # Log: members that are about to enter n, each with its active rank.
 entered = _of_iteration("entered")
 # Counts: of arrivals and deaths; of ranks that finished; of active ranks about to enter the function.
