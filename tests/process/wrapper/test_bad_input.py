@@ -50,8 +50,12 @@ PLUG_INS = (
 
 # ---- arguments of Wrapper
 
+# Durations that may also be "auto".
+AUTOMATIC = ["soft_timeout", "hard_timeout"]
+
 WRONG_TYPES: list[tuple[str, Any]] = [
-    *[(name, value) for name in DURATIONS for value in ("10", None, True)],
+    *[(name, value) for name in DURATIONS for value in (None, True)],
+    *[(name, "10") for name in DURATIONS if name not in AUTOMATIC],
     *[(name, value) for name in PLUG_INS for value in ("x", object(), AbortTorchDistributed)],
     ("initialize", AbortTorchDistributed()),
     ("abort", ShiftRanks()),
@@ -76,6 +80,7 @@ WRONG_TYPES: list[tuple[str, Any]] = [
 ]
 
 WRONG_VALUES: list[tuple[str, Any]] = [
+    *[(name, "10") for name in AUTOMATIC],
     *[(name, value) for name in DURATIONS for value in (-1, timedelta(seconds=-1))],
     *[(name, 0) for name in DURATIONS[:10]],
     *[(name, float(value)) for name in DURATIONS for value in ("nan", "inf", "1e10", "1e300")],
