@@ -137,9 +137,9 @@ class _Watched:
                 if not said:
                     return  # the rank leaves its call
                 fields = json.loads(said)
-                fields["inside"] = fields["inside"] and (*fields["inside"],)
                 self.is_asked = False
-                if self.suspect is not None:
+                if fields and self.suspect is not None:
+                    fields["inside"] = fields["inside"] and (*fields["inside"],)
                     self.suspect.heard(Whereabouts(**fields), now)
             except BlockingIOError:
                 pass

@@ -292,9 +292,14 @@ class ProgressWatchdog:
         try:
             if not self._questions.recv(1):
                 return False
-            self._questions.send(json.dumps(vars(self._answer())).encode())
+            self._questions.send(self._said())
         except OSError:
             return False
+        return True
+
+    def _said(self) -> bytes:
+        try:
+            return json.dumps(vars(self._answer())).encode()
         except Exception:
             log.debug("a question was not answered", exc_info=True)
-        return True
+            return b"null"  # the monitor asks again
