@@ -114,7 +114,7 @@ class Suspect:
         self._first: Look | None = None
         self._last: Look | None = None
         self._answers: collections.deque[Whereabouts] = collections.deque(maxlen=2)
-        self._sends = False
+        self._sends = self._failed = False
         self.starved = 0.0
         self.is_worker_lost = False
 
@@ -128,10 +128,12 @@ class Suspect:
         """Whether gloo moved data between the last two looks."""
         return self._sends
 
-    def heard(self, answer: Whereabouts, now: float) -> None:
-        """Notes an answer."""
-        self._answers.append(answer)
+    def heard(self, answer: Whereabouts | None, now: float) -> None:
+        """Notes an answer; None if the rank has failed to say where it stands."""
         self._heard_at = now
+        self._failed = answer is None
+        if answer is not None:
+            self._answers.append(answer)
 
     def seen(self, seen: Look, now: float) -> None:
         """Notes a look."""
@@ -170,6 +172,8 @@ class Suspect:
             return Kind.TRACED
         if self._stopped_at is not None:
             return Kind.STOPPED if self.still(now) >= hold.stopped else Kind.UNKNOWN
+        if self._failed:
+            return Kind.UNKNOWN
         still = self.still(now)
         if answer is None or now - self._heard_at > _ANSWERS_WITHIN:
             if now - self._since < _ANSWERS_WITHIN:
@@ -272,7 +276,7 @@ class StepTimes:
                     self.places[place] = before
 
 
-class Waiting(NamedTuple):
+class WaitingRanks(NamedTuple):
     """Ranks that wait in the same.
 
     Args:
@@ -294,7 +298,7 @@ class Claim(NamedTuple):
     """
 
     ranks: int
-    waits: Mapping[Wait, Waiting]
+    waits: Mapping[Wait, WaitingRanks]
     moves: bool
 
     def to_json(self) -> str:
@@ -305,7 +309,7 @@ class Claim(NamedTuple):
     def from_json(cls, text: str) -> "Claim":
         """Reads `to_json`."""
         ranks, waits, moves = json.loads(text)
-        return cls(ranks, {(what, number): Waiting(*how) for what, number, *how in waits}, moves)
+        return cls(ranks, {(what, number): WaitingRanks(*how) for what, number, *how in waits}, moves)
 
 
 def claim_of(waits: Iterable[tuple[int, Wait | None]], ranks: int, most: int, moves: bool) -> Claim:
@@ -317,12 +321,12 @@ def claim_of(waits: Iterable[tuple[int, Wait | None]], ranks: int, most: int, mo
         most: how many different waits are said; the most frequent ones.
         moves: whether some rank has moved, or moved data, lately.
     """
-    found = _together([{wait or ("", 0): Waiting(1, rank)} for rank, wait in waits])
+    found = _together([{wait or ("", 0): WaitingRanks(1, rank)} for rank, wait in waits])
     often = sorted(found.items(), key=lambda one: -one[1].ranks)[:most]
     return Claim(ranks, dict(often), moves)
 
 
-def all_waits(claims: Iterable[Claim], active: int) -> dict[Wait, Waiting] | None:
+def all_waits(claims: Iterable[Claim], active: int) -> dict[Wait, WaitingRanks] | None:
     """What the waiting ranks of the job wait in; None unless all active ranks wait or hang.
 
     Args:
@@ -335,12 +339,12 @@ def all_waits(claims: Iterable[Claim], active: int) -> dict[Wait, Waiting] | Non
     return _together([claim.waits for claim in claims])
 
 
-def _together(parts: Iterable[Mapping[Wait, Waiting]]) -> dict[Wait, Waiting]:
-    found: dict[Wait, Waiting] = {}
+def _together(parts: Iterable[Mapping[Wait, WaitingRanks]]) -> dict[Wait, WaitingRanks]:
+    found: dict[Wait, WaitingRanks] = {}
     for part in parts:
         for wait, how in part.items():
-            known = found.get(wait, Waiting(0, how.first))
-            found[wait] = Waiting(known.ranks + how.ranks, min(known.first, how.first))
+            known = found.get(wait, WaitingRanks(0, how.first))
+            found[wait] = WaitingRanks(known.ranks + how.ranks, min(known.first, how.first))
     return found
 
 
@@ -358,7 +362,7 @@ def is_behind(begun: Mapping[str, int] | None, waits: Iterable[Wait]) -> bool:
     return any(begun.get(what, 0) < number for what, number in numbered)
 
 
-def odd_waits(waits: Mapping[Wait, Waiting], active: int) -> Sequence[Wait]:
+def odd_waits(waits: Mapping[Wait, WaitingRanks], active: int) -> Sequence[Wait]:
     """Where the minority waits, if all active ranks wait and more than half of them in one group.
 
     Args:

@@ -25,7 +25,7 @@ from ..protocol.records import View
 from ..settings import AllLimits
 from ..store.bounded import in_background
 from . import evidence
-from .evidence import END, VOTE, Claim, Hold, Kind, StepTimes, Suspect, Wait, Waiting, Whereabouts
+from .evidence import END, VOTE, Claim, Hold, Kind, StepTimes, Suspect, Wait, WaitingRanks, Whereabouts
 from .look import is_lost, look_at, slices
 from .shared_memory import Phase, RankMemory
 
@@ -138,9 +138,10 @@ class _Watched:
                     return  # the rank leaves its call
                 fields = json.loads(said)
                 self.is_asked = False
-                if fields and self.suspect is not None:
+                if fields:
                     fields["inside"] = fields["inside"] and (*fields["inside"],)
-                    self.suspect.heard(Whereabouts(**fields), now)
+                if self.suspect is not None:
+                    self.suspect.heard(Whereabouts(**fields) if fields else None, now)
             except BlockingIOError:
                 pass
             if not self.is_asked and now - self.asked_at >= _ASK_EVERY:
@@ -401,7 +402,7 @@ class HangWatch:
             self._judge_waits(watched, waits, active, now)
 
     def _judge_waits(
-        self, watched: list[_Watched], waits: Mapping[Wait, Waiting], active: int, now: float
+        self, watched: list[_Watched], waits: Mapping[Wait, WaitingRanks], active: int, now: float
     ) -> None:
         """Decides, on active rank 0's node, whether all ranks wait for each other."""
         first = next(one for one in watched if one.rank.memory.active_rank == 0)
@@ -521,7 +522,7 @@ def _step_of(memory: RankMemory) -> int:
     return step if step is not None else min(memory.pings, 3) - 3
 
 
-def _words(waits: Mapping[Wait, Waiting], waiting: Collection[_Watched]) -> str:
+def _words(waits: Mapping[Wait, WaitingRanks], waiting: Collection[_Watched]) -> str:
     """Describes what most of the waiting ranks wait in."""
     what, number = max(waits, key=lambda one: waits[one].ranks)
     if what == VOTE:

@@ -18,7 +18,7 @@ from ft_wrapper.monitor.evidence import (
     StepTimes,
     Suspect,
     Wait,
-    Waiting,
+    WaitingRanks,
     Whereabouts,
 )
 from ft_wrapper.monitor.look import Look
@@ -118,6 +118,13 @@ def test_an_answer_may_take_half_a_second() -> None:
     assert suspect.kind(looks(suspect, 0.2, begin=0.45, state="R"), LIVE) is Kind.NO_GIL
 
 
+def test_a_rank_that_fails_to_say_where_it_stands_is_not_stuck() -> None:
+    suspect = Suspect(0.0, 0.0)
+    now = looks(suspect, 2.0)
+    suspect.heard(None, now)
+    assert suspect.kind(now, LIVE) is suspect.kind(now + 5, LIVE) is Kind.UNKNOWN
+
+
 def test_a_rank_that_is_continued_is_no_longer_stopped() -> None:
     suspect = Suspect(0.0, 0.0)
     now = looks(suspect, 1.0, state="T")
@@ -161,7 +168,7 @@ def test_a_job_hangs_only_if_all_its_nodes_say_so(job: tuple[list[list[Wait | No
     expected = [one for node in nodes for one in node if one]
     assert waits is not None and sum(how.ranks for how in waits.values()) == len(expected)
     by_rank = [one for node in nodes for one in node]
-    assert all(waits[one] == Waiting(expected.count(one), by_rank.index(one)) for one in expected)
+    assert all(waits[one] == WaitingRanks(expected.count(one), by_rank.index(one)) for one in expected)
     for left_out in range(len(said)):
         assert evidence.all_waits(said[:left_out] + said[left_out + 1 :], active) is None
 
