@@ -43,6 +43,7 @@ from ..store.address import host_port, loopback
 from ..store.bounded import bounded, call_in_thread, in_background
 from ..store.tcp import SERVER_IS_LIBUV
 from .job_in_store import STORE_TIMEOUT, JobInStore
+from .node_bench import NodeBench, Process, begun, measure_all
 from .node_check import NodeCheck, await_pass
 from .nodes import Nodes
 from .process import Job
@@ -71,6 +72,7 @@ class FtNodes(Nodes):
         replaces: whether the job may switch to the policy ``rank``.
         exit_barrier_timeout: seconds to wait for the other nodes, once this node's ranks are done.
         check: what it has to pass before it takes a seat; None: nothing.
+        bench: how nodes are measured before their ranks are first started; None: not at all.
         where: at which endpoint the nodes meet, and for how long it is tried, for the log.
     """
 
@@ -83,6 +85,7 @@ class FtNodes(Nodes):
         replaces: bool,
         exit_barrier_timeout: float,
         check: NodeCheck | None = None,
+        bench: NodeBench | None = None,
         where: str = "",
     ) -> None:
         super().__init__()
@@ -92,6 +95,7 @@ class FtNodes(Nodes):
         self._replaces = replaces
         self._exit_barrier_timeout = exit_barrier_timeout
         self._check = check
+        self._bench = bench
         self._handler: FtRendezvousHandler | None = None
         self._agents: Store | None = None
         self._round: Round | None = None
@@ -119,12 +123,20 @@ class FtNodes(Nodes):
             board = Board(self._evicted, self._look, self._lost)
             self._handler = FtRendezvousHandler(self._settings, self._identity, backend, board)
         handler = self._handler
-        self._await_pass(handler)
+        self._await_pass(handler, self._check)
+        bench = self._bench if self._round is None else None
+        if bench is not None and handler.begin().executor.register.latest().complete:
+            self._await_pass(handler, bench)  # it comes later, and gives up no seat if it fails
+            bench = None
         while True:
-            info, where = self._take_seat(handler)
-            # Spares are checked when they are needed: they may have waited for weeks.
-            if not handler.was_spare or self._await_pass(handler, info.store):
-                break
+            with contextlib.ExitStack() as cleanup:
+                process = None if bench is None else cleanup.enter_context(begun())
+                info, where = self._take_seat(handler)
+                # Spares are checked when they are needed: they may have waited for weeks.
+                if handler.was_spare and not self._await_pass(handler, self._check, info.store):
+                    continue
+                if self._passes_bench(handler, info.store, where, process):
+                    break
         joined, node = handler.joined, handler.node
         assert joined is not None and node is not None
         # It may have been lost and be back, in this agent or in another one.
@@ -170,14 +182,34 @@ class FtNodes(Nodes):
                 log_deaths(store, dict.fromkeys(predecessors, why), return_=comes)
         return info, where
 
-    def _await_pass(self, handler: FtRendezvousHandler, agents: Store | None = None) -> bool:
+    def _passes_bench(
+        self, handler: FtRendezvousHandler, agents: Store, where: Round, process: Process | None
+    ) -> bool:
+        """Has the nodes measured before their ranks are first started; returns whether they can start."""
+        bench, out = self._bench, None
+        if bench is None:
+            return True
+        if not where.formed:
+            measure = functools.partial(measure_all, bench, handler, agents, process)
+            out = call_in_thread(measure, "measuring the nodes")
+        if out is None:
+            return process is None or self._await_pass(handler, bench, agents)
+        if where.group_rank in out:
+            kept_out = dataclasses.replace(bench, command=out[where.group_rank])
+            self._await_pass(handler, kept_out, agents)
+        return not out
+
+    def _await_pass(
+        self, handler: FtRendezvousHandler, check: NodeCheck | None, agents: Store | None = None
+    ) -> bool:
         """Waits, without a place in the record, until this node passes; returns whether it passed at once.
 
         Args:
             handler: connected by this method.
+            check: what it has to pass; None: nothing.
             agents: the store of the round in which it has its seat, if it has one.
         """
-        if self._check is None:
+        if check is None:
             return True
         presence = handler.begin()
 
@@ -187,7 +219,7 @@ class FtNodes(Nodes):
                 with contextlib.suppress(DistError):
                     agents.set(done_key(presence.node.name), "kept out")  # the exit barrier does not wait
 
-        return await_pass(self._check, f"node {presence.node}", quarantine, presence.wait_in_quarantine)
+        return await_pass(check, f"node {presence.node}", quarantine, presence.wait_in_quarantine)
 
     def _switch_to_rank(self, handler: FtRendezvousHandler, where: Round) -> None:
         """Waits, in a thread, until the ranks have formed a job: then single failed ranks are replaced."""

@@ -38,6 +38,7 @@ from ..store import secret
 from ..store.address import why_unknown, without_brackets
 from .agent import Launch
 from .health import ADDRESS_ENV
+from .node_bench import SLOWER_THAN, NodeBench
 from .node_check import TIMEOUT, NodeCheck
 from .nodes import EXIT_BARRIER_TIMEOUT
 from .outputs import ERROR_FILE_ENV, PREFIX_ENV, PREFIX_WORDS
@@ -149,6 +150,11 @@ OWN_OPTIONS = {
     "--node-check-timeout SECONDS": f"how long the command may take (default: {TIMEOUT:g})",
     "--node-check-retries N": "how often a node that is kept out tries again before it gives up (default: no "
     "limit; 0 on one node)",
+    "--node-bench": "before ranks are first started, measure all nodes: a matrix product, and an all-gather "
+    "with two other nodes; a node that fails is kept out, and a slow one named",
+    "--node-bench-slower-than FACTOR": "a node is slow if it takes this many times the median of the other "
+    f"nodes (default: {SLOWER_THAN:g})",
+    "--node-bench-keep-out-slow": "keep a slow node out, too",
     "--notice-grace SECONDS": "how long the scheduler waits from SIGTERM to SIGKILL: ranks get a notice, to "
     "write a checkpoint in this time (default: 0: that is not known)",
     "--drain-timeout SECONDS": "SIGTERM drains this node if other nodes can continue without it: its ranks "
@@ -183,6 +189,7 @@ def _defaults() -> dict[str, str]:
         "--restart-policy": Policy.AUTO.value,
         "--devices-per-node": "auto",
         "--node-check-timeout": f"{TIMEOUT:g}",
+        "--node-bench-slower-than": f"{SLOWER_THAN:g}",
         "--notice-grace": "0",
         "--drained-exit-code": "0",
         "--exit-barrier-timeout": f"{EXIT_BARRIER_TIMEOUT:g}",
@@ -286,6 +293,7 @@ _READERS: dict[str, Callable[[str], Any]] = {
     "--drained-exit-code": _count(255),
     "--monitor-interval": _seconds(1e-3),
     "--node-check-timeout": _seconds(1e-3),
+    "--node-bench-slower-than": _value(float, "use a number from 1 to 1000", lambda n: 1 <= n <= 1000, True),
     "--devices-per-node": _value(lambda text: text if text == "auto" else int(_count()(text))),
     "--restart-policy": _one_of(*(policy.value for policy in Policy)),
     "--log-format": _one_of(*FORMATS),
@@ -466,6 +474,7 @@ class Options(Launch):
         check: whether to look for what may go wrong, and to start nothing.
         log_format: format of log lines, including those of the ranks' wrappers: ``text`` or ``json``.
         node_check: what this node has to pass before it takes a seat; None: nothing.
+        node_bench: how nodes are measured before their ranks are first started; None: not at all.
         result_file: where to write how the job has ended; empty for nowhere.
         drained_exit_code: of this process once its node was drained.
         secret: of the job, if the user gives it.
@@ -488,6 +497,7 @@ class Options(Launch):
     check: bool = False
     log_format: str = TEXT
     node_check: NodeCheck | None = None
+    node_bench: NodeBench | None = None
     result_file: str = ""
     drained_exit_code: int = 0
     secret: bytes | None = dataclasses.field(default=None, repr=False)
@@ -559,6 +569,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
         "variables": _variables(args),
         "log_line_prefix": _log_line_prefix(parser, args),
         "node_check": _node_check(parser, args, backend),
+        "node_bench": _node_bench(parser, args, backend),
         "secret": args.job_secret_file or from_variable,
         **nodes,
         "warnings": tuple(parser.warnings),
@@ -906,6 +917,19 @@ def _node_check(parser: Parser, args: argparse.Namespace, backend: str) -> NodeC
     retries = args.node_check_retries if backend else args.node_check_retries or 0
     # poll waits for at most about 25 days
     return NodeCheck(command, min(args.node_check_timeout, 1e6), retries) if command else None
+
+
+def _node_bench(parser: Parser, args: argparse.Namespace, backend: str) -> NodeBench | None:
+    """How the nodes are measured; ``backend`` is how they meet, empty if this one is alone."""
+    if not args.node_bench:
+        return None
+    if not backend:
+        parser.warn("--node-bench: no effect on one node, which can be compared with no other")
+    elif backend not in OURS:
+        why = f"there, the other nodes wait for a node that stays out; use --rdzv-backend {NAME}"
+        parser.contradict("--node-bench", f"--rdzv-backend {backend}", why)
+    slow = {"slower_than": args.node_bench_slower_than, "keeps_out_slow": bool(args.node_bench_keep_out_slow)}
+    return NodeBench(retries=args.node_check_retries, **slow)
 
 
 def _drain_timeout(parser: Parser, args: argparse.Namespace, backend: str) -> float:

@@ -232,6 +232,7 @@ def _ft(options: Options, parameters: RendezvousParameters) -> FtNodes:
     agreed = {"restart_policy": options.policy.value, "max_restarts": str(options.job.max_restarts)}
     # A node that publishes fewer options agrees with nodes of a version without them.
     more = {"active_world_size": options.job.active_world_size, "spare_nodes": options.spare_nodes}
+    more["node_bench"] = int(options.node_bench is not None)
     agreed |= {name: str(number) for name, number in more.items() if number}
     return FtNodes(
         lambda: make_backend(parameters),
@@ -240,6 +241,7 @@ def _ft(options: Options, parameters: RendezvousParameters) -> FtNodes:
         replaces=options.policy is not Policy.GROUP,
         exit_barrier_timeout=options.exit_barrier_timeout,
         check=options.node_check,
+        bench=options.node_bench,
         where=f"{parameters.endpoint}, at most {read_timeout(parameters):g} s",
     )
 

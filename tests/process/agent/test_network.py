@@ -6,7 +6,7 @@ import contextlib
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -81,6 +81,10 @@ class Network:
         """Puts it in again."""
         _ip("-n", self._namespace("switch"), "link", "set", f"cable{host}", "up")
 
+    def shape(self, host: int, *discipline: str) -> None:
+        """Limits what a host sends, as ``tc`` has it."""
+        _ip("netns", "exec", self._namespace(host), "tc", "qdisc", "add", "dev", "eth0", "root", *discipline)
+
     def _give_address(self, host: int) -> None:
         _ip("-n", self._namespace(host), "address", "add", f"{self.address(host)}/24", "dev", "eth0")
 
@@ -125,8 +129,8 @@ class Hosts(Cluster):
 
     network: Network
 
-    def start_on(self, host: int) -> FtRun:
-        """Starts the node of a host."""
+    def start_on(self, host: int, environment: Mapping[str, str] | None = None) -> FtRun:
+        """Starts the node of a host, with more in its environment."""
         self._endpoint = f"{self.network.name(0)}:{PORT}"
         node = FtRun(
             self.folder / f"node{host}",
@@ -137,6 +141,7 @@ class Hosts(Cluster):
             str(self.script),
             str(self.shared),
             before=self.network.command(host),
+            environment=environment,
         )
         return self._exits.enter_context(node)
 

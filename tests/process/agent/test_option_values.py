@@ -84,6 +84,8 @@ MEET --rdzv-conf join_timeout=x | join_timeout=x
 MEET --node-id 'a b' | 'a b' | letters, digits
 MEET --rdzv-backend carrier | --rdzv-backend carrier: | c10d
 MEET --rdzv-backend c10d --node-check true | --node-check true and --rdzv-backend c10d contradict
+MEET --rdzv-backend c10d --node-bench | --node-bench and --rdzv-backend c10d contradict
+--node-bench-slower-than 0.5 | --node-bench-slower-than 0.5: use a number from 1
 --node-check-timeout 0 | --node-check-timeout 0: must be at least 0.001 and finite
 """.replace("MASTER", "--nnodes 2 --master-addr head --master-port 29501")
 MEETING = "--nnodes 2 --rdzv-endpoint localhost:1"
