@@ -224,7 +224,8 @@ class HangWatch:
         self._suspected_at: float | None = None
         self._accused_in = -1  # iteration
         self._claimed: Claim | None = None
-        self._compiles = False
+        self._read_at = 0.0
+        self._compiles = self._has_all = False
         self._oldest = 0.0  # seconds since the oldest last ping, when that was read
         self._alarms: dict[str, int | None] = {}  # places, and at which step
 
@@ -263,9 +264,9 @@ class HangWatch:
                     due = time.monotonic()
                     continue
             now = time.monotonic()
-            if now - due > _LATE:
-                self._forget(learns=False)  # the node was paused
             try:
+                if now - due > _LATE:
+                    self._forget(learns=False)  # the node was paused
                 pause = self._turn([one for one in ranks if one.rank.memory.active], now)
             except StoreError as error:
                 log.debug("hangs: the store cannot be asked now: %s", error)
@@ -293,6 +294,7 @@ class HangWatch:
         self._follow(watched[0])
         self._oldest = oldest = max(one.age(now) for one in watched)
         self._learn(watched[0].rank.memory)
+        self._has_all = len(watched) == watched[0].rank.memory.active_world_size
         threshold = self.steps.suspect_after if self.steps.median else _UNKNOWN_AFTER
         if oldest < threshold:
             self._forget(learns=True)
@@ -323,6 +325,7 @@ class HangWatch:
         n = first.rank.memory.iteration
         if n == self._n:
             return
+        self._claimed, self._compiles = None, False  # in keys of the last iteration
         self._forget(learns=False)
         # Not only on the node that ended it: the other nodes' ranks had waited almost as long.
         if self._oldest >= first.rank.limits.soft * self.steps.patience / 2:
@@ -343,6 +346,9 @@ class HangWatch:
         """Ends a suspicion that was none."""
         if self._suspected_at is None:
             return
+        # First: what is claimed must not stay in the store, so a failure leaves it to the next turn.
+        self._claim(None)
+        self._excuse(False)
         self._suspected_at = None
         with self._wanted:
             watched = list(self._ranks.values())
@@ -351,8 +357,6 @@ class HangWatch:
             if learns and suspect is not None:
                 self.steps.stretch(one.worked)
                 self.steps.slept(*one.slept)
-        self._claim(None)
-        self._excuse(False)
 
     # ---- a suspicion
 
@@ -391,7 +395,7 @@ class HangWatch:
         if not hang and (moves or all(rank for rank, _ in by_rank)):
             return  # another node decides
         active = watched[0].rank.memory.active_world_size
-        claims = [claim] if claim.ranks == active else self._claims()
+        claims = [claim] if self._has_all else self._claims(now)
         waits = evidence.all_waits(claims, active)
         if waits is None:
             return
@@ -484,26 +488,25 @@ class HangWatch:
         """Says what this node's active ranks wait in; None: they do not all wait or hang."""
         if claim == self._claimed:
             return
-        last, self._claimed = self._claimed, claim
-        with self._wanted:
-            watched = next(iter(self._ranks.values()), None)
-        if claim is not None and watched and claim.ranks == watched.rank.memory.active_world_size:
-            return  # this node has all ranks
-        store = self._open()
-        value = "" if claim is None else claim.to_json()
-        steps: list[Step] = [Write({keys.claim(self._n, self.name): value})]
-        if last is None and claim is not None:
-            steps.append(Append(keys.claims(self._n), self.name))
-        store.execute(steps)
+        if not self._has_all:
+            value = "" if claim is None else claim.to_json()
+            steps: list[Step] = [Write({keys.claim(self._n, self.name): value})]
+            if self._claimed is None:
+                steps.append(Append(keys.claims(self._n), self.name))
+            self._open().execute(steps)
+        self._claimed = claim
 
     def _excuse(self, compiles: bool) -> None:
         """Says whether a rank of this node compiles."""
         if compiles is not self._compiles:
-            self._compiles = compiles
             self._open().execute([Write({keys.excuse(self._n): "compiling" if compiles else ""})])
+            self._compiles = compiles
 
-    def _claims(self) -> list[Claim]:
-        """What all nodes say now."""
+    def _claims(self, now: float) -> list[Claim]:
+        """What all nodes say now; nothing if they were asked a moment ago."""
+        if now - self._read_at < _ASK_EVERY:
+            return []
+        self._read_at = now
         store = self._open()
         names = sorted(set(read_log(store, keys.claims(self._n))))
         said = store.execute([Read(keys.claim(self._n, name)) for name in names])
