@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import math
 import socket
 import threading
 import time
@@ -225,6 +226,7 @@ class HangWatch:
         self._accused_in = -1  # iteration
         self._claimed: Claim | None = None
         self._read_at = 0.0
+        self._compiled_at = -math.inf
         self._compiles = self._has_all = False
         self._oldest = 0.0  # seconds since the oldest last ping, when that was read
         self._alarms: dict[str, int | None] = {}  # places, and at which step
@@ -298,6 +300,7 @@ class HangWatch:
         threshold = self.steps.suspect_after if self.steps.median else _UNKNOWN_AFTER
         if oldest < threshold:
             self._forget(learns=True)
+            self._excuse(False)
             # Once before, so that what is asleep then is known to be so when it is suspected.
             if oldest >= (early := max(threshold - evidence.LIVE.stuck, evidence.SUSPECT_AFTER / 2)):
                 for one in watched:
@@ -325,7 +328,7 @@ class HangWatch:
         n = first.rank.memory.iteration
         if n == self._n:
             return
-        self._claimed, self._compiles = None, False  # in keys of the last iteration
+        self._claimed, self._compiles, self._compiled_at = None, False, -math.inf  # all of the last iteration
         self._forget(learns=False)
         # Not only on the node that ended it: the other nodes' ranks had waited almost as long.
         if self._oldest >= first.rank.limits.soft * self.steps.patience / 2:
@@ -348,7 +351,6 @@ class HangWatch:
             return
         # First: what is claimed must not stay in the store, so a failure leaves it to the next turn.
         self._claim(None)
-        self._excuse(False)
         self._suspected_at = None
         with self._wanted:
             watched = list(self._ranks.values())
@@ -363,9 +365,9 @@ class HangWatch:
     def _judge(self, watched: list[_Watched], now: float) -> None:
         """Decides whether the job hangs because of ranks of this node."""
         kinds = {one: one.kind(now, self._hold(one)) for one in watched}
-        self._excuse(
-            any(kind is Kind.COMPILES and one.still(now) < _COMPILES_FOR for one, kind in kinds.items())
-        )
+        if any(kind is Kind.COMPILES and one.still(now) < _COMPILES_FOR for one, kind in kinds.items()):
+            self._compiled_at = now
+        self._excuse(now - self._compiled_at < _COMPILES_FOR)
         if not self.steps.median:
             return
         for one, kind in kinds.items():
