@@ -48,6 +48,9 @@ class Kind(enum.Enum):
     STUCK = "asleep"
 
 
+#: The questions to a rank: where the function's thread stands, and how its last steps went.
+WHERE, STEPS = b"?", b"s"
+
 #: Ranks of these kinds have a reason that ends by itself: their stretches are not learned.
 EXPLAINED = (Kind.TRACED, Kind.COMPILES, Kind.LOADER)
 _STILL = (Kind.STUCK, Kind.STOPPED)
@@ -78,6 +81,25 @@ class Whereabouts:
     begun: Mapping[str, int] = dataclasses.field(default_factory=dict)
     compiles: bool = False
     worker: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTimings:
+    """What a rank knows of its last steps.
+
+    Args:
+        run_ups: seconds from the begin of each step to the first collective, by the step's number.
+        step: what a step takes, in seconds; 0.0 if that is not known.
+        collectives: how many a step has.
+        words: where the function's thread stands; empty while it waits for other ranks.
+        in_loader: whether it waits for a loader's worker.
+    """
+
+    run_ups: Mapping[int, float]
+    step: float
+    collectives: float
+    words: str
+    in_loader: bool
 
 
 class Hold(NamedTuple):

@@ -25,9 +25,24 @@ from ..protocol.records import View
 from ..settings import AllLimits
 from ..store.bounded import in_background
 from . import evidence
-from .evidence import END, VOTE, Claim, Hold, Kind, StepTimes, Suspect, Wait, Waiting, Whereabouts
+from .evidence import (
+    END,
+    STEPS,
+    VOTE,
+    WHERE,
+    Claim,
+    Hold,
+    Kind,
+    StepTimes,
+    StepTimings,
+    Suspect,
+    Wait,
+    Waiting,
+    Whereabouts,
+)
 from .look import is_lost, look_at, slices
 from .shared_memory import Phase, RankMemory
+from .slow import PacedRank, SlowRanks
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +92,9 @@ class WatchedRank(Protocol):
     def accuse(self, accusation: Accusation) -> None:
         """Ends an iteration because of this rank; from any thread."""
 
+    def note_slow(self, slow: PacedRank) -> None:
+        """Notes that the rank has become slow, has been so for long, or has ceased to be."""
+
 
 @dataclasses.dataclass(eq=False)
 class _Watched:
@@ -95,6 +113,7 @@ class _Watched:
         began_at: when it had pinged before.
         accused_at: when it was accused; None before.
         accusation: what was said then.
+        paced: how its steps go.
     """
 
     rank: WatchedRank
@@ -110,6 +129,9 @@ class _Watched:
     accused_at: float | None = None
     accusation: str = ""
 
+    def __post_init__(self) -> None:
+        self.paced = PacedRank(self.rank.memory, self.rank.pid)
+
     def age(self, now: float) -> float:
         """Seconds since the last ping."""
         memory = self.rank.memory
@@ -124,24 +146,26 @@ class _Watched:
             if (seen := slices(self.rank.pid)) != self.slices[0]:
                 self.slices = seen, now
 
-    def ask(self, now: float) -> None:
+    def ask(self, now: float, question: bytes = WHERE) -> None:
         """Hears an answer, if there is one, and asks again."""
-        line = self.rank.questions
+        self.hear(now)
+        if not self.is_asked and (now - self.asked_at >= _ASK_EVERY or question == STEPS):
+            self.is_asked, self.asked_at = True, now if question == WHERE else self.asked_at
+            with contextlib.suppress(OSError):  # the rank leaves its call
+                self.rank.questions.send(question, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+
+    def hear(self, now: float) -> None:
+        """Hears an answer, if there is one."""
         with contextlib.suppress(OSError):
-            try:
-                said = line.recv(_LONGEST_ANSWER, socket.MSG_DONTWAIT)
-                if not said:
-                    return  # the rank leaves its call
-                fields = json.loads(said)
+            if not (said := self.rank.questions.recv(_LONGEST_ANSWER, socket.MSG_DONTWAIT)):
+                return  # the rank leaves its call
+            fields, self.is_asked = json.loads(said), False
+            if "run_ups" in fields:
+                fields["run_ups"] = {int(n): seconds for n, seconds in fields["run_ups"].items()}
+                self.paced.heard(StepTimings(**fields), now)
+            elif self.suspect is not None:
                 fields["inside"] = fields["inside"] and (*fields["inside"],)
-                self.is_asked = False
-                if self.suspect is not None:
-                    self.suspect.heard(Whereabouts(**fields), now)
-            except BlockingIOError:
-                pass
-            if not self.is_asked and now - self.asked_at >= _ASK_EVERY:
-                self.is_asked, self.asked_at = True, now
-                line.send(b"?", socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                self.suspect.heard(Whereabouts(**fields), now)
 
     def begin(self, now: float) -> Suspect:
         """Begins a suspicion."""
@@ -209,6 +233,7 @@ class HangWatch:
 
     def __post_init__(self) -> None:
         self.steps = StepTimes()
+        self._slow = SlowRanks()
         self._ranks: dict[WatchedRank, _Watched] = {}
         self._wanted = threading.Condition()
         self._closing = False
@@ -292,18 +317,32 @@ class HangWatch:
         threshold = self.steps.suspect_after
         if oldest < threshold:
             self._forget(learns=True)
+            self._find_slow(watched, now)
             # Once before, so that what is asleep then is known to be so when it is suspected.
             if oldest >= (early := max(threshold - evidence.LIVE.stuck, evidence.SUSPECT_AFTER / 2)):
                 for one in watched:
                     one.note_slices(now)
-                return threshold - oldest
-            return early - oldest
+                return min(threshold - oldest, max(0.0, self._slow.due - now))
+            return min(early - oldest, max(0.0, self._slow.due - now))
         if self._suspected_at is None:
             self._suspected_at = now
         for one in watched:
             one.look(now)
         self._judge(watched, now)
         return min(max(_FIRST_GAP, (now - self._suspected_at) / 20), _MOST_GAP)
+
+    def _find_slow(self, watched: Collection[_Watched], now: float) -> None:
+        """Follows the ranks' steps, and says which of them are slow."""
+        of = {one.paced: one for one in watched}
+        for one in watched:
+            one.hear(now)
+
+        def ask() -> None:
+            for one in watched:
+                one.ask(now, STEPS)
+
+        for paced in self._slow.turn([*of], self._n, self.steps.median, now, ask):
+            of[paced].rank.note_slow(paced)
 
     @staticmethod
     def _is_watchable(watched: Collection[_Watched]) -> bool:

@@ -8,6 +8,7 @@ The stamps are seconds of ``time.monotonic()``, one clock for all processes of a
 and written in one store. So no reader sees half of a value, and no writer takes a lock.
 """
 
+import array
 import ctypes
 import enum
 import errno
@@ -36,6 +37,7 @@ _NOTICE_TEXT = 100  # characters of each text in it, which JSON may write with s
 _PTHREAD_PROCESS_SHARED = 1
 _PTHREAD_MUTEX_ROBUST = 1
 Step = Callable[[int], None]
+_BEGINS = 64  # steps whose beginning a rank remembers
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
@@ -87,6 +89,7 @@ class RankMemory(ctypes.Structure):
         looks: whether the rank has to look, when a step begins, for what was asked of it.
         notice_stamp: when the newest notice was written; 0.0 if there is none.
         is_life_held: whether the rank is in its call; after its process has ended, whether it ended in one.
+        vote_times: when the last votes ended, in the rank's own object; and `ping_times` of its pings.
 
     Raises:
         RuntimeError: the platform lacks ``memfd_create``.
@@ -134,6 +137,8 @@ class RankMemory(ctypes.Structure):
     _newest: int
     _notices: Any
     fd: int
+    vote_times: "array.array[float]"
+    ping_times: "array.array[float]"
     _owner: tuple[int, int] | None = None  # process and thread that hold the life mutex by this object
 
     def __new__(cls) -> "RankMemory":  # not in memory of ctypes' own
@@ -193,6 +198,7 @@ class RankMemory(ctypes.Structure):
             raise OSError(code, f"mapping {_SIZE} bytes of file descriptor {fd}: {os.strerror(code)}")
         memory = cls.from_address(address)
         memory.fd = fd
+        memory.vote_times, memory.ping_times = (array.array("d", bytes(8 * _BEGINS)) for _ in range(2))
         return memory
 
     # ---- life and death
@@ -294,6 +300,15 @@ class RankMemory(ctypes.Structure):
             return self.ping_stamp > 0.0
         return step != self._first_step or self.ping_stamp > self.step_stamp
 
+    def begins(self) -> list[tuple[int, float]]:
+        """When the last steps of this iteration began, by number; only in the rank's own object.
+
+        A step begins when a vote of live state has ended; without that, at a ping.
+        """
+        last, times = (self.votes_ended, self.vote_times) if self.votes else (self.pings, self.ping_times)
+        # Without the oldest one, in whose place a newer one may be written meanwhile.
+        return [(n, times[n % _BEGINS]) for n in range(max(1, last - _BEGINS + 2), last + 1)]
+
     def last_step(self) -> dict[str, Any]:
         """The last reported step, and when it began, as fields of an event; empty if there is none."""
         step, began = self._step, self.step_stamp
@@ -316,6 +331,7 @@ class RankMemory(ctypes.Structure):
             look: called with its number when a step begins, if the rank `looks`.
         """
         now, stamp, pings = time.monotonic, self._view("ping_stamp", "d"), self._view("pings", "Q")
+        times = self.ping_times
         number, began = self._view("_step", "Q"), self._view("step_stamp", "d")
         first = self._view("_first_step", "Q")
         looks = self._view("looks", "?")
@@ -357,6 +373,7 @@ class RankMemory(ctypes.Structure):
 
         def ping(step: int | None = None) -> None:
             stamp[0] = at = now()
+            times[(pings[0] + 1) % _BEGINS] = at
             pings[0] += 1
             if step is None:
                 return
@@ -435,7 +452,9 @@ class Votes:
         self._memory.votes += 1
 
     def __exit__(self, *_: object) -> None:
-        self._memory.votes_ended = self._memory.votes
+        memory = self._memory
+        memory.vote_times[memory.votes % _BEGINS] = time.monotonic()
+        memory.votes_ended = memory.votes
 
 
 def _here() -> tuple[int, int]:

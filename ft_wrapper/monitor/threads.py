@@ -27,7 +27,7 @@ from ..protocol.ends import Ends
 from ..protocol.records import DONE, FAULT
 from ..store import StoreMixin
 from ..store.bounded import in_background
-from .evidence import Whereabouts
+from .evidence import STEPS, WHERE, StepTimings, Whereabouts
 from .frames import forget_frames
 from .interrupt import Interrupter
 from .shared_memory import RankMemory
@@ -224,13 +224,14 @@ class MonitorThread:
 class ProgressWatchdog:
     """Stamps a rank's memory at creation, every interval and at each question, from a daemon thread.
 
-    It answers the questions of the rank's monitor where the function stands.
+    It answers the questions of the rank's monitor where the function stands, and how its steps went.
 
     Args:
         memory: the memory, which stays open until `stop` has returned.
         interval: seconds between two stamps.
         questions: the rank's end of the socket for questions, which stays open until then, too.
         answer: says where the function's thread stands.
+        time_steps: says how its last steps went.
         watches_main_thread: whether the function runs in the main thread. If not, a pending call says nothing
             about the function: ``main_stamp`` then equals ``gil_stamp``, and only ``ping`` shows the
             function's progress.
@@ -242,10 +243,11 @@ class ProgressWatchdog:
         interval: float,
         questions: socket.socket,
         answer: Callable[[], Whereabouts],
+        time_steps: Callable[[], StepTimings],
         watches_main_thread: bool = True,
     ) -> None:
         memory.gil_stamp = memory.main_stamp = time.monotonic()
-        self._questions, self._answer = questions, answer
+        self._questions, self._answers = questions, {WHERE: answer, STEPS: time_steps}
         self._stopping = threading.Event()
         self._thread = in_background(
             "the progress watchdog", lambda: self._run(memory, interval, watches_main_thread)
@@ -290,9 +292,9 @@ class ProgressWatchdog:
     def _reply(self) -> bool:
         """Answers a question; returns False at the end of the line."""
         try:
-            if not self._questions.recv(1):
+            if not (question := self._questions.recv(1)):
                 return False
-            self._questions.send(json.dumps(vars(self._answer())).encode())
+            self._questions.send(json.dumps(vars(self._answers[question]())).encode())
         except OSError:
             return False
         except Exception:

@@ -26,6 +26,7 @@ from typing import Any
 from torch._C._distributed_c10d import TCPStore
 
 from .. import events
+from .._text import duration
 from ..attribution import Interruption
 from ..exception import StoreError
 from ..protocol import Agreement
@@ -42,6 +43,7 @@ from .hangs import Accusation
 from .heart import Heart
 from .messages import Message, Reply
 from .shared_memory import Phase, RankMemory
+from .slow import PacedRank
 
 log = logging.getLogger(__name__)
 
@@ -562,6 +564,18 @@ class RankMonitor:
         """Ends an iteration because of this rank; from any thread."""
         self._accusation = accusation
         self.wake()
+
+    def note_slow(self, slow: PacedRank) -> None:
+        """Notes that the rank has become slow, has been so for long, or has ceased to be."""
+        how, since, now = slow.slow, slow.since[0], time.monotonic()
+        if how is None:
+            words = "%s is no longer slow, after %s; the job would have been %s faster without that"
+            log.warning(words, self._name(), duration(now - since), duration(slow.lost))
+        elif not slow.is_lasting:
+            log.warning("%s is slow: %s", self._name(), how)
+        if self.view is not None and not slow.is_lasting:
+            fields = {} if how is None else {**how._asdict(), "cause": how.cause.name.lower()}
+            self._emit("slow", self.view, rank=self.rank, since=since, lost=slow.lost, **fields)
 
     def _carry_out(self, accused: Accusation, pidfd: int) -> None:
         if accused.ends:

@@ -19,6 +19,7 @@ from ..attribution import Interruption
 from ..exception import RankExcluded, StoreError
 from ..log_lines import begin_rank
 from ..monitor import beside, frames, identity, interrupt, shared_memory, threads
+from ..monitor.evidence import StepTimings
 from ..monitor.line import MonitorLine, ask_agent
 from ..monitor.shared_memory import Votes
 from ..monitor.signals import KeptHandlers
@@ -31,7 +32,7 @@ from ..state import State, formation_size
 from ..store import PrefixStore, StoreMixin, StorePlan, TCPStore
 from ..store.address import is_this_host, own_address
 from ..torch_groups import caches, warm_up
-from ..torch_groups.collective import RECORDER_SIZE, limit_recorder, whereabouts
+from ..torch_groups.collective import RECORDER_SIZE, limit_recorder, step_timings, whereabouts
 from ..torch_groups.kept import KeptGroup
 from ..torch_groups.tracker import begin_tracking
 from .exit_watch import ExitWatch
@@ -230,9 +231,13 @@ class Resources:
         if is_main_thread:
             owned.enter_context(frames.dumping_stacks(self.memory))
         interval = self.settings.progress_watchdog_interval
-        answer = functools.partial(whereabouts, self.interrupter.thread)
-        watchdog = threads.ProgressWatchdog(self.memory, interval, self.questions, answer, is_main_thread)
+        answers = functools.partial(whereabouts, self.interrupter.thread), self._time_steps
+        watchdog = threads.ProgressWatchdog(self.memory, interval, self.questions, *answers, is_main_thread)
         owned.callback(watchdog.stop)
+
+    def _time_steps(self) -> StepTimings:
+        memory = self.memory
+        return step_timings(self.interrupter.thread, memory.begins(), memory.votes > memory.votes_ended)
 
     def _find_monitor(self, limits: AllLimits, slot: int) -> MonitorLine:
         """The monitor inside the agent, if there is one; otherwise one in its own process."""

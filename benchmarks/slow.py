@@ -1,0 +1,249 @@
+"""Slow ranks: which are named, with which cause, after how many steps; and how often a healthy rank is.
+
+Four gloo ranks with live state under ``ftrun``; from a drawn step on, drawn ones are slow in one of several
+ways. The kinds that need a control group or a network namespace need root.
+
+    python benchmarks/slow.py --runs 5 --kinds sleep10,gc --seed 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import gc
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+RANKS, BEGIN = 4, 120
+# By kind: the causes that are right.
+CAUSES = {
+    "none": (),
+    "sleepers": (),  # also healthy: ranks that mostly sleep
+    "sleep10": ("asleep",),
+    "sleep5": ("asleep",),
+    "two": ("asleep",),
+    "gc": ("works",),
+    "loader": ("loader",),
+    "pulses": ("stopped",),
+    "quota": ("throttled",),
+    "link": (),
+}
+
+
+# One rank ---------------------------------------------------------------------------------------------------
+
+
+def rank_main(folder: Path, kind: str, mode: str, slow: list[int], steps: int) -> None:
+    """Trains; from step `BEGIN` on some ranks are slow."""
+    import torch
+    import torch.distributed as dist
+
+    import ft_wrapper
+
+    torch.set_num_threads(1)
+    me = int(os.environ["RANK"])
+    if kind == "link":
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["SLOW_LINK"].split(",")[me in slow]
+
+    @ft_wrapper.Wrapper()
+    def train(call_wrapper: ft_wrapper.CallWrapper) -> None:
+        dist.init_process_group("gloo")
+        torch.manual_seed(0)
+        mesh = dist.device_mesh.init_device_mesh("cpu", (RANKS,)) if mode == "fsdp" else None
+
+        def build() -> dict[str, Any]:
+            model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(8)])
+            if mesh is not None:
+                from torch.distributed.fsdp import fully_shard
+
+                for part in model:
+                    fully_shard(part, mesh=mesh)
+                fully_shard(model, mesh=mesh)
+            return {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+
+        live = ft_wrapper.LiveState(call_wrapper, build, **({"mesh": mesh} if mesh else {}))
+        model = live["model"]
+        if mesh is None:
+            model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1)
+        batches = torch.randn(16 if kind == "sleepers" else 64, 256)
+        junk: list[Any] = []
+        loader = (
+            iter(torch.utils.data.DataLoader(Slowly(me in slow), num_workers=1)) if kind == "loader" else None
+        )
+        for step in live.steps(steps):
+            if step == BEGIN:
+                (folder / f"begun.{me}").touch()
+            is_slow = me in slow and step >= BEGIN
+            if loader is not None:
+                next(loader)
+            if is_slow and (kind.startswith("sleep") or kind == "two"):
+                time.sleep(0.005 if kind == "sleep5" else 0.015 if kind == "two" else 0.01)
+            if is_slow and kind == "gc":
+                junk = junk or [[each] for each in range(1_500_000)]
+                if step % 5 == 0:
+                    gc.collect()
+            time.sleep(0.03 if kind == "sleepers" else 0.006)
+            model(batches).square().mean().backward()
+            live.commit()
+            if me == 0:
+                (folder / "step").write_text(f"{step} {time.monotonic()}")
+
+    train()
+
+
+class Slowly:
+    """A data set whose items take long on a slow rank."""
+
+    def __init__(self, is_slow: bool) -> None:
+        self._is_slow = is_slow
+
+    def __len__(self) -> int:
+        return 100_000
+
+    def __getitem__(self, number: int) -> int:
+        time.sleep(0.05 if self._is_slow and number >= BEGIN else 0.001)
+        return number
+
+
+# One run ----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def slowed(kind: str, folder: Path, pids: dict[int, int], slow: list[int]) -> Iterator[None]:
+    """Slows ranks from outside, while the block runs."""
+    over, group = threading.Event(), Path(f"/sys/fs/cgroup/cpu/ft_slow_{os.getpid()}")
+
+    def pulse() -> None:
+        while not over.wait(0.16):
+            os.kill(pids[slow[0]], signal.SIGSTOP)
+            time.sleep(0.04)
+            os.kill(pids[slow[0]], signal.SIGCONT)
+
+    pulses = threading.Thread(target=pulse)
+    if kind == "quota":
+        group.mkdir()
+        (group / "cpu.cfs_period_us").write_text("100000")
+        (group / "cpu.cfs_quota_us").write_text("15000")
+        (group / "cgroup.procs").write_text(str(pids[slow[0]]))
+    elif kind == "pulses":
+        pulses.start()
+    try:
+        yield
+    finally:
+        over.set()
+        if kind == "pulses":
+            pulses.join()
+        if kind == "quota":
+            for pid in (group / "cgroup.procs").read_text().split():
+                with contextlib.suppress(OSError):
+                    Path("/sys/fs/cgroup/cpu/cgroup.procs").write_text(pid)
+            group.rmdir()
+
+
+def one_run(kind: str, mode: str, seed: int, steps: int) -> dict[str, Any]:
+    """Runs a job; returns which ranks were slow, and what was said."""
+    draw = random.Random(f"{kind} {mode} {seed}")
+    slow = [] if not CAUSES[kind] else sorted(draw.sample(range(RANKS), 2 if kind == "two" else 1))
+    with tempfile.TemporaryDirectory(prefix="ft_slow_") as name:
+        folder = Path(name)
+        command = [sys.executable, "-m", "ft_wrapper.run", "--standalone", "--nproc-per-node", str(RANKS)]
+        command += [__file__, "--rank", name, kind, mode, json.dumps(slow), str(steps)]
+        environment = {**os.environ, "FT_WRAPPER_EVENTS": f"{name}/events", "OMP_NUM_THREADS": "1"}
+        with open(folder / "log", "w") as log:
+            job = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        try:
+            await_file(folder / "begun.0", job)
+            events = [json.loads(line) for line in (folder / "events").read_text().splitlines()]
+            pids = {each["rank"]: each["pid"] for each in events if each["event"] == "enter"}
+            with slowed(kind, folder, pids, slow):
+                job.wait(600)
+        finally:
+            if job.poll() is None:
+                job.terminate()
+                job.wait(60)
+        begun = (folder / "begun.0").stat().st_mtime
+        events = [json.loads(line) for line in (folder / "events").read_text().splitlines()]
+        last, _ = (folder / "step").read_text().split()
+        end = next((each["time"] for each in reversed(events) if each["event"] == "returned"), time.time())
+        step = (end - begun) / (int(last) - BEGIN)
+        named = [each for each in events if each["event"] == "slow"]
+        if job.returncode:
+            sys.exit((folder / "log").read_text()[-3000:])
+    said = [
+        {"rank": each["rank"], "cause": each["cause"], "share": round(each["share"], 2)}
+        | {"step": round(BEGIN + (each["time"] - begun) / step), "words": each["words"]}
+        for each in named
+        if "cause" in each
+    ]
+    return {
+        "kind": kind,
+        "mode": mode,
+        "seed": seed,
+        "slow": slow,
+        "step_ms": round(step * 1e3),
+        "said": said,
+    }
+
+
+def await_file(path: Path, job: subprocess.Popen[bytes]) -> None:
+    """Waits until a job has made a file."""
+    deadline = time.monotonic() + 240
+    while not path.exists():
+        if job.poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError(f"{path.name} was not made: {(path.parent / 'log').read_text()[-3000:]}")
+        time.sleep(0.02)
+
+
+def main() -> None:
+    """Runs all kinds, and prints what was named."""
+    if sys.argv[1:2] == ["--rank"]:
+        folder, kind, mode, slow, steps = sys.argv[2:]
+        rank_main(Path(folder), kind, mode, json.loads(slow), int(steps))
+        return
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--runs", type=int, default=3, help="of each kind")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--modes", default="ddp", help="ddp,fsdp")
+    parser.add_argument("--kinds", default=",".join(kind for kind in CAUSES if kind != "link"))
+    given = parser.parse_args()
+    for mode in given.modes.split(","):
+        for kind in given.kinds.split(","):
+            found = [one_run(kind, mode, given.seed + run, given.steps) for run in range(given.runs)]
+            for run in found:
+                print(json.dumps(run), flush=True)
+            print(summary(kind, mode, found), flush=True)
+
+
+def summary(kind: str, mode: str, runs: list[dict[str, Any]]) -> str:
+    """One line for people."""
+    after, right, false = list[int](), 0, 0
+    for run in runs:
+        first = {each["rank"]: each for each in reversed(run["said"]) if each["step"] >= BEGIN}
+        false += sum(each["rank"] not in run["slow"] or each["step"] < BEGIN for each in run["said"])
+        if run["slow"] and all(rank in first for rank in run["slow"]):
+            right += all(first[rank]["cause"] in CAUSES[kind] for rank in run["slow"])
+            after.append(max(first[rank]["step"] for rank in run["slow"]) - BEGIN)
+    steps = statistics.median(run["step_ms"] for run in runs)
+    words = f"{mode} {kind}: steps of {steps:.0f} ms, {len(runs)} runs: "
+    if runs[0]["slow"]:
+        words += f"named {len(after)}, with the cause {right}; "
+        words += f"after {statistics.median(after):.0f} steps, at most {max(after)}; " if after else ""
+    causes = collections.Counter(each["cause"] for run in runs for each in run["said"])
+    return f"{words}false names {false}; causes {dict(causes)}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""The score that names slow ranks: from numbers alone.
+
+A rank's *run-up* to a step is the time from the end of its vote, or from its ping, to its first collective
+after that. In it a rank waits for no other rank, so a long one names the rank itself; a slow link makes its
+victim late only at later collectives. Run-ups are durations, so hosts need no common clock.
+
+Of 30 steps the longest run-up does not count, or a single stall would be a slow rank. On a machine that did
+not have enough processors the thresholds named no rank of 6,871 clean steps.
+"""
+
+import collections
+import enum
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+WINDOW = 30  # steps
+HOLD = 3.0  # seconds
+# Of a step. Steady: mean excess, and by how much it is behind in most steps. Bursts: the same, and two steps.
+_STEADY, _BEHIND = 0.08, 0.05
+_BURSTS, _FAR = 0.10, 0.5
+_MOST, _FEW = 0.7, 0.3  # of the steps, or of the windows
+STARVED = 0.25  # of the time
+
+
+class Cause(enum.StrEnum):
+    """Why a rank is slow, for people."""
+
+    THROTTLED = "throttled by its cgroup's quota"
+    STOPPED = "stopped by signals again and again"
+    WORKS = "runs more than other ranks: garbage collection, or work of its own"
+    PROCESSOR = "waits for a processor"
+    LOADER = "waits for its data loader"
+    ASLEEP = "asleep: I/O, or a device"
+
+
+class Signs(NamedTuple):
+    """What a rank's main thread did, as shares of the time.
+
+    Args:
+        run: it ran.
+        waited: it waited for a processor.
+        throttled: its cgroup was throttled.
+        stopped: it was stopped by a signal.
+        loader: it waited for a loader's worker.
+    """
+
+    run: float = 0.0
+    waited: float = 0.0
+    throttled: float = 0.0
+    stopped: float = 0.0
+    loader: float = 0.0
+
+
+def lower_median(values: Iterable[float]) -> float:
+    """The median; of an even number, the lower one of the two."""
+    ordered = sorted(values)
+    return ordered[(len(ordered) - 1) // 2]
+
+
+def typical(signs: Iterable[Signs]) -> Signs:
+    """The median of each sign."""
+    return Signs(*map(lower_median, zip(*signs, strict=True)))
+
+
+def cause_of(mine: Signs, usual: Signs, excess: float) -> Cause | None:
+    """Why a rank is slow; None if all ranks wait for processors, so that none can be blamed.
+
+    Args:
+        mine: of this rank.
+        usual: of a typical rank.
+        excess: what the rank costs each step, as a share of it.
+    """
+    if usual.waited > STARVED:
+        return None
+    more = Signs(*(own - other for own, other in zip(mine, usual, strict=True)))
+    if more.throttled > excess / 2:
+        return Cause.THROTTLED
+    if more.stopped > min(excess / 3, _BEHIND):
+        return Cause.STOPPED
+    if more.run > excess / 2:
+        return Cause.WORKS
+    if more.waited > excess / 2:
+        return Cause.PROCESSOR
+    return Cause.LOADER if more.loader > excess / 3 else Cause.ASLEEP
+
+
+class Lateness:
+    """How late each of some ranks is.
+
+    Attributes:
+        named: the ranks that are slow, each with the excess of its last windows.
+    """
+
+    def __init__(self) -> None:
+        self.named: dict[int, float] = {}
+        self._late: collections.deque[Mapping[int, float]] = collections.deque(maxlen=WINDOW)
+        self._windows: collections.deque[tuple[float, dict[int, float], set[int]]] = collections.deque()
+
+    def step(self, run_ups: Mapping[int, float], step: float, now: float) -> None:
+        """Notes a step.
+
+        Args:
+            run_ups: seconds, by rank; of the same ranks each time.
+            step: what a step takes, in seconds.
+            now: monotonic seconds.
+        """
+        base = lower_median(run_ups.values())
+        self._late.append({rank: max(0.0, one - base) / step for rank, one in run_ups.items()})
+        if len(self._late) < WINDOW:
+            return
+        late = {rank: [one[rank] for one in self._late] for rank in run_ups}
+        means = {rank: (sum(own) - max(own)) / (WINDOW - 1) for rank, own in late.items()}
+        base = lower_median(means.values())
+        excess = {rank: mean - base for rank, mean in means.items()}
+        self._windows.append((now, excess, {one for one in late if _is_slow(excess[one], late[one])}))
+        while len(self._windows) > WINDOW and self._windows[1][0] <= now - HOLD:
+            self._windows.popleft()
+        if len(self._windows) < WINDOW or self._windows[0][0] > now - HOLD:
+            return
+        self.named = {rank: self.excess(rank) for rank in run_ups if self._holds(rank)}
+
+    def excess(self, rank: int) -> float:
+        """What a rank cost each step lately, as a share of it."""
+        return sum(excess[rank] for _, excess, _ in self._windows) / len(self._windows)
+
+    def _holds(self, rank: int) -> bool:
+        share = sum(rank in slow for _, _, slow in self._windows) / len(self._windows)
+        return share >= (_FEW if rank in self.named else _MOST)
+
+
+def _is_slow(excess: float, late: list[float]) -> bool:
+    is_steady = excess > _STEADY and sum(one > _BEHIND for one in late) >= _MOST * len(late)
+    return is_steady or (excess > _BURSTS and sum(one > _FAR for one in late) >= 2)

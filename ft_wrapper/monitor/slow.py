@@ -1,0 +1,220 @@
+"""The slow ranks of a node, found while all is well, for `hangs.HangWatch` in its thread.
+
+Each rank answers how long it took to its first collective in each of its last steps; `lateness` decides.
+What a rank does meanwhile is sampled from outside, and costs it nothing.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import logging
+import random
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from .evidence import StepTimings
+from .lateness import HOLD, WINDOW, Cause, Lateness, Signs, cause_of, typical
+from .look import is_held, processor_times, throttled_for
+from .shared_memory import RankMemory
+
+log = logging.getLogger(__name__)
+
+_EVERY = 0.2  # seconds between two questions to a rank, at least: an answer takes it some 0.3 ms
+_STEPS = 10  # between two questions
+_REMEMBERED = 48  # collectives between two questions: flight recorder remembers 64
+_ENOUGH = 100  # steps before losses are said
+_STEPS_UNTIL, _UNTIL = 100, 10.0  # of being slow until something is done about it
+
+
+class Slow(NamedTuple):
+    """How slow a rank is.
+
+    Args:
+        share: what it costs each step, as a share of it.
+        step: what a step takes, in seconds.
+        cause: why.
+        words: the line where it was most often seen; empty if that is not known.
+    """
+
+    share: float
+    step: float
+    cause: Cause
+    words: str = ""
+
+    def __str__(self) -> str:
+        """For people."""
+        where = f", most often {self.words}" if self.words else ""
+        cost = f"it costs {self.share * self.step * 1e3:.3g} ms of each step of {self.step * 1e3:.3g} ms"
+        return f"{cost} ({self.share:.0%}): {self.cause}{where}"
+
+
+class _Sample(NamedTuple):
+    at: float
+    run: int
+    waited: int
+    throttled: int
+
+
+@dataclasses.dataclass(eq=False)
+class PacedRank:
+    """A rank of the node, and what it did lately.
+
+    Args:
+        memory: shared with the rank.
+        pid: its process.
+        slow: how slow it was when that was last said; None if it is not slow.
+        since: since when it is slow, in monotonic seconds, and how many steps it has done since.
+        lost: seconds that it has cost so far.
+        is_lasting: whether it has been slow for long enough to do something about it.
+    """
+
+    memory: RankMemory
+    pid: int
+    slow: Slow | None = None
+    since: tuple[float, int] = (0.0, 0)
+    lost: float = 0.0
+    is_lasting: bool = False
+
+    def __post_init__(self) -> None:
+        self.last: StepTimings | None = None
+        self.run_ups: dict[int, float] = {}
+        self._samples: collections.deque[_Sample] = collections.deque()
+        self._stops: collections.deque[tuple[float, bool]] = collections.deque()
+        self._stands: collections.deque[tuple[float, str, bool]] = collections.deque()
+
+    def heard(self, said: StepTimings, now: float) -> None:
+        """Notes an answer."""
+        self.last = said
+        self.run_ups |= said.run_ups
+        self._stands.append((now, said.words, said.in_loader))
+        with contextlib.suppress(OSError):
+            self._samples.append(_Sample(now, *processor_times(self.pid), throttled_for(self.pid)))
+
+    def look(self, now: float, seconds: float) -> None:
+        """Looks whether a signal has stopped it, and forgets what is older than some seconds."""
+        self._stops.append((now, is_held(self.pid)))
+        for seen in (self._samples, self._stops, self._stands):
+            while len(seen) > 2 and seen[0][0] < now - seconds:
+                seen.popleft()
+
+    def signs(self) -> Signs:
+        """What it did lately."""
+        if len(self._samples) < 2:
+            return Signs()
+        first, last = self._samples[0], self._samples[-1]
+        took = (last.at - first.at) * 1e9
+        run, waited, throttled = ((b - a) / took for a, b in zip(first[1:], last[1:], strict=True))
+        stopped = statistics.mean(each for _, each in self._stops)
+        return Signs(run, waited, throttled, stopped, statistics.mean(each for _, _, each in self._stands))
+
+    def stands(self) -> str:
+        """The line where it was seen most often while it did not wait for other ranks."""
+        often = collections.Counter(words for _, words, _ in self._stands if words).most_common(1)
+        return often[0][0] if often else ""
+
+
+class SlowRanks:
+    """Which ranks of a node are slow in the present iteration.
+
+    Attributes:
+        due: when the ranks are to be asked next, in monotonic seconds.
+    """
+
+    def __init__(self) -> None:
+        self.due = 0.0
+        self._n: tuple[int, int] = (-1, 0)  # the iteration, and how many active ranks the node has
+        self._lateness = Lateness()
+        self._has_said: set[str] = set()
+
+    def turn(
+        self, ranks: Sequence[PacedRank], n: int, step: float, now: float, ask: Callable[[], None]
+    ) -> Iterator[PacedRank]:
+        """Compares what the ranks have answered, and asks them again when that is due.
+
+        Args:
+            ranks: the active ranks of the node.
+            n: the iteration.
+            step: seconds of a step, unless the ranks know better.
+            now: monotonic seconds.
+            ask: asks all of them.
+
+        Yields:
+            Ranks that have become slow, have been so for long, or have ceased to be slow.
+        """
+        if self._n != (n, len(ranks)):
+            yield from self.end(ranks, now)
+            self._n, self._lateness, self._last = (n, len(ranks)), Lateness(), 0
+            self._compared = self._lost = 0
+        answers = [one.last for one in ranks if one.last is not None]
+        step = statistics.median([one.step for one in answers] or [0.0]) or step
+        for one in ranks:
+            one.look(now, max(HOLD, WINDOW * step))
+        yield from self._compare(ranks, step, now)
+        if now >= self.due:
+            each = max((one.collectives for one in answers), default=1.0)
+            steps = min(_STEPS, max(1.0, _REMEMBERED // max(1.0, each)))
+            # At random, or it would meet the ranks at the same place of each step.
+            self.due = now + max(_EVERY, steps * step * random.uniform(0.7, 1.0))
+            ask()
+
+    def end(self, ranks: Sequence[PacedRank], now: float) -> Iterator[PacedRank]:
+        """Ends an iteration: no rank is known to be slow.
+
+        Yields:
+            Those that were slow.
+        """
+        for one in ranks:
+            one.run_ups, one.last = {}, None
+            if one.slow is not None:
+                one.slow = None
+                yield one
+
+    def _compare(self, ranks: Sequence[PacedRank], step: float, now: float) -> Iterator[PacedRank]:
+        common = sorted(set[int].intersection(*(set(one.run_ups) for one in ranks)))
+        common = [n for n in common if n > self._last]
+        if not common or not step:
+            return
+        for n in common:
+            self._lateness.step({place: one.run_ups[n] for place, one in enumerate(ranks)}, step, now)
+        self._compared += len(common)
+        self._lost += common[-1] - self._last - len(common) if self._last else 0
+        self._last = common[-1]
+        for one in ranks:
+            one.run_ups = {n: each for n, each in one.run_ups.items() if n > self._last}
+        self._say_losses(ranks)
+        named = self._lateness.named
+        usual = typical(one.signs() for one in ranks)
+        for place, one in enumerate(ranks):
+            if place not in named:
+                if one.slow is not None:
+                    one.slow, one.is_lasting = None, False
+                    yield one
+                continue
+            cause = cause_of(one.signs(), usual, named[place])
+            if cause is None:
+                self._say(f"all ranks of this node wait for a processor for {usual.waited:.0%} of the time")
+                continue
+            if one.slow is None:
+                one.since, one.lost = (now, 0), 0.0
+                one.slow = Slow(named[place], step, cause, one.stands())
+                yield one
+            one.lost += named[place] * step * len(common)
+            one.since = one.since[0], one.since[1] + len(common)
+            if not one.is_lasting and one.since[1] >= _STEPS_UNTIL and now - one.since[0] >= _UNTIL:
+                one.slow, one.is_lasting = Slow(named[place], step, cause, one.stands()), True
+                yield one
+
+    def _say_losses(self, ranks: Sequence[PacedRank]) -> None:
+        if self._compared + self._lost >= _ENOUGH and self._lost > self._compared:
+            each = max(one.last.collectives for one in ranks if one.last is not None)
+            self._say(
+                f"slow ranks are found later, or not: {self._lost} of {self._compared + self._lost} steps, "
+                f"each with some {each:.0f} collectives, were forgotten; set TORCH_FR_BUFFER_SIZE=256"
+            )
+
+    def _say(self, words: str) -> None:
+        kind = words[:30]
+        if kind not in self._has_said:
+            self._has_said.add(kind)
+            log.warning("%s", words)

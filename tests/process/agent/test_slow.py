@@ -1,0 +1,76 @@
+"""Slow ranks under real nodes: which rank is named, why, and what is done about it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from agent_job import FtRun, await_that, write_script
+
+#: A rank of this slot sleeps 30 ms more in each step, until there is the file ``quick``.
+SLOW = 2
+JOB = """
+    import os, sys, time, torch
+    import torch.distributed as dist
+    from ft_wrapper import CallWrapper, Limits, LiveState, Wrapper
+
+    folder, slot, active = sys.argv[1], int(os.environ["RANK"]), int(os.environ.get("ACTIVE", "3"))
+
+    def exists(name):
+        return os.path.exists(f"{folder}/{name}")
+
+    def say(what):
+        os.write(1, f"slot {slot} {what}\\n".encode())
+
+    def on_slow(slow):
+        say(f"on_slow {slow.cause} rank {slow.rank} slot {slow.slot} {slow.share > 0.1}")
+        raise ValueError("not heard")
+
+    def build():
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 1)
+        return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+
+    limits = Limits(warm_up=False)
+
+    @Wrapper(rejoin=True, active_world_size=active, heartbeat_timeout=60, limits=limits)
+    def train(call_wrapper: CallWrapper = None):
+        dist.init_process_group("gloo")
+        live = LiveState(call_wrapper, build)
+        say(f"begins at {live.step} lost {live.plan.lost}")
+        for step in live.steps(10**9):
+            time.sleep(0.02)
+            if slot == SLOT and not exists("quick"):
+                time.sleep(0.03)
+            is_over = torch.tensor([float(exists("finish"))])
+            live["model"](torch.ones(1, 4)).sum().backward()
+            dist.all_reduce(is_over)
+            live.commit()
+            if is_over.item():
+                return
+
+    train()
+""".replace("SLOT", str(SLOW))
+
+
+def start(folder: Path, *options: str, nproc: int = 3, **environment: str) -> FtRun:
+    arguments = ["--standalone", "--nproc-per-node", str(nproc), *options, write_script(folder, JOB)]
+    return FtRun(folder, *arguments, str(folder), environment=environment)
+
+
+def test_a_rank_that_sleeps_is_named_with_its_line_until_it_is_quick(tmp_path: Path) -> None:
+    with start(tmp_path) as job:
+        await_that(lambda: bool(job.events("slow")), job)
+        (tmp_path / "quick").touch()
+        await_that(lambda: len(job.events("slow")) == 2, job)
+        (tmp_path / "finish").touch()
+        assert job.end() == 0, job.said
+    begins, ends = job.events("slow")
+    assert begins["rank"] == begins["slot"] == SLOW and begins["cause"] == "asleep"
+    assert begins["share"] > 0.1 and ends["lost"] > 0 and "cause" not in ends
+    named = (
+        rf"rank {SLOW}, .*\) is slow: it costs .* of each step of .*: asleep: I/O, or a device, most often"
+    )
+    assert len(re.findall(rf"{named} at script.py:\d+ in train", job.said)) == 1, job.said
+    assert len(re.findall(rf"rank {SLOW}, .*\) is no longer slow, after .* s", job.said)) == 1, job.said
+    assert job.said.count("is slow") == 1

@@ -1,0 +1,101 @@
+"""Who is slow by the run-ups of many drawn steps, and why by its signs."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+
+import pytest
+
+from ft_wrapper.monitor.lateness import Cause, Lateness, Signs, cause_of, typical
+
+STEP = 0.04
+RANKS = 4
+BAD = 2
+
+Delay = Callable[[int, random.Random], float]
+
+
+def named_in(seed: int, steps: int, *, delays: dict[int, Delay], step: float = STEP) -> list[set[int]]:
+    """The ranks that are named after each step; the run-ups have the noise of a busy machine."""
+    draw, lateness = random.Random(seed), Lateness()
+    found = []
+    for n in range(steps):
+        run_ups = {rank: step / 4 * draw.lognormvariate(0.0, 0.15) for rank in range(RANKS)}
+        run_ups[draw.randrange(RANKS)] += step * (draw.random() < 0.1)  # it did not get a processor
+        for rank, delay in delays.items():
+            run_ups[rank] += delay(n, draw)
+        lateness.step(run_ups, step, n * step)
+        found.append(set(lateness.named))
+    return found
+
+
+KINDS: dict[str, Delay] = {
+    "each step": lambda n, draw: 0.25 * STEP,
+    "12 %": lambda n, draw: 0.14 * STEP,
+    "collections": lambda n, draw: 2 * STEP * (n % 5 == 0),
+    "pulses": lambda n, draw: 0.8 * STEP * (draw.random() < 0.3),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(10))
+def test_a_slow_rank_is_named_in_time(kind: str, seed: int) -> None:
+    found = named_in(seed, 150, delays={BAD: KINDS[kind]})  # 6 s
+    assert {BAD} in found
+    assert all(named <= {BAD} for named in found)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_two_slow_ranks_are_both_named(seed: int) -> None:
+    slow: Delay = lambda n, draw: 0.3 * STEP  # noqa: E731
+    assert named_in(seed, 150, delays={1: slow, BAD: slow})[-1] == {1, BAD}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_rank_is_named_by_noise(seed: int) -> None:
+    assert not any(named_in(seed, 1000, delays={}))
+
+
+def test_what_is_below_the_threshold_has_no_name() -> None:
+    assert not any(named_in(0, 1000, delays={BAD: lambda n, draw: 0.03 * STEP}))
+
+
+def test_a_rank_that_is_no_longer_slow_loses_its_name() -> None:
+    found = named_in(0, 400, delays={BAD: lambda n, draw: 0.3 * STEP * (n < 200)})
+    assert found[199] == {BAD} and not found[-1]
+    changes = sum(a != b for a, b in itertools.pairwise(found))
+    assert changes == 2, "named once"
+
+
+def test_a_name_takes_three_seconds_and_thirty_windows() -> None:
+    slow: dict[int, Delay] = {BAD: lambda n, draw: 0.5 * step}
+    for step in (0.01, STEP, 1.0):
+        found = named_in(1, 400, delays=slow, step=step)
+        first = next(n for n, named in enumerate(found) if named)
+        assert first >= 58 and first * step >= 3.0
+
+
+USUAL = Signs(run=0.2, waited=0.05)
+
+
+@pytest.mark.parametrize(
+    ("mine", "cause"),
+    [
+        (USUAL, Cause.ASLEEP),
+        (USUAL._replace(run=0.4), Cause.WORKS),
+        (USUAL._replace(waited=0.2), Cause.PROCESSOR),
+        (USUAL._replace(waited=0.2, throttled=0.3), Cause.THROTTLED),
+        (USUAL._replace(stopped=0.15), Cause.STOPPED),
+        (USUAL._replace(loader=0.2), Cause.LOADER),
+        (USUAL._replace(run=0.4, loader=0.2), Cause.WORKS),
+    ],
+)
+def test_the_cause(mine: Signs, cause: Cause) -> None:
+    assert cause_of(mine, USUAL, 0.2) is cause
+
+
+def test_no_rank_is_to_blame_for_a_lack_of_processors() -> None:
+    usual = typical([Signs(waited=each) for each in (0.2, 0.3, 0.4, 0.5)])
+    assert cause_of(Signs(waited=0.5), usual, 0.2) is None
