@@ -97,8 +97,6 @@ def rank_main(folder: Path, kind: str, mode: str, slow: list[int], steps: int) -
             time.sleep(0.03 if kind == "sleepers" else 0.006)
             model(batches).square().mean().backward()
             live.commit()
-            if me == 0:
-                (folder / "step").write_text(f"{step} {time.monotonic()}")
 
     train()
 
@@ -126,10 +124,11 @@ def slowed(kind: str, folder: Path, pids: dict[int, int], slow: list[int]) -> It
     over, group = threading.Event(), Path(f"/sys/fs/cgroup/cpu/ft_slow_{os.getpid()}")
 
     def pulse() -> None:
-        while not over.wait(0.16):
-            os.kill(pids[slow[0]], signal.SIGSTOP)
-            time.sleep(0.04)
-            os.kill(pids[slow[0]], signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):
+            while not over.wait(0.16):
+                os.kill(pids[slow[0]], signal.SIGSTOP)
+                time.sleep(0.04)
+                os.kill(pids[slow[0]], signal.SIGCONT)
 
     pulses = threading.Thread(target=pulse)
     if kind == "quota":
@@ -175,9 +174,8 @@ def one_run(kind: str, mode: str, seed: int, steps: int) -> dict[str, Any]:
                 job.wait(60)
         begun = (folder / "begun.0").stat().st_mtime
         events = [json.loads(line) for line in (folder / "events").read_text().splitlines()]
-        last, _ = (folder / "step").read_text().split()
         end = next((each["time"] for each in reversed(events) if each["event"] == "returned"), time.time())
-        step = (end - begun) / (int(last) - BEGIN)
+        step = (end - begun) / (steps - BEGIN)
         named = [each for each in events if each["event"] == "slow"]
         if job.returncode:
             sys.exit((folder / "log").read_text()[-3000:])

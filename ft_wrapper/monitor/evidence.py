@@ -48,8 +48,9 @@ class Kind(enum.Enum):
     STUCK = "asleep"
 
 
-#: The questions to a rank: where the function's thread stands, and how its last steps went.
-WHERE, STEPS = b"?", b"s"
+#: The questions to a rank: where the function's thread stands, and how its last steps went. The third says
+#: that it is slow, and gets no answer.
+WHERE, STEPS, IS_SLOW = b"?", b"s", b"!"
 
 #: Ranks of these kinds have a reason that ends by itself: their stretches are not learned.
 EXPLAINED = (Kind.TRACED, Kind.COMPILES, Kind.LOADER)

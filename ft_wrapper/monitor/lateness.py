@@ -77,7 +77,7 @@ def cause_of(mine: Signs, usual: Signs, excess: float) -> Cause | None:
         return Cause.THROTTLED
     if more.stopped > min(excess / 3, _BEHIND):
         return Cause.STOPPED
-    if more.run > excess / 2:
+    if more.run > excess / 4:  # what runs more also waits more for a processor
         return Cause.WORKS
     if more.waited > excess / 2:
         return Cause.PROCESSOR

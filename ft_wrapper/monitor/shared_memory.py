@@ -89,6 +89,8 @@ class RankMemory(ctypes.Structure):
         looks: whether the rank has to look, when a step begins, for what was asked of it.
         notice_stamp: when the newest notice was written; 0.0 if there is none.
         is_life_held: whether the rank is in its call; after its process has ended, whether it ended in one.
+        slow: what the rank costs each step, as a share of it; 0.0 if it is not slow. The monitor writes it.
+        is_only_holder: whether no other active rank holds the same shard of a live state.
         vote_times: when the last votes ended, in the rank's own object; and `ping_times` of its pings.
 
     Raises:
@@ -105,6 +107,8 @@ class RankMemory(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("dump_signal", "dump_fd", "active_rank", "active_world_size")),
         *((name, ctypes.c_bool) for name in ("active", "is_in_function", "has_restarted", "is_accused")),
         *((name, ctypes.c_bool) for name in ("is_life_held", "leave_requested", "end_requested", "looks")),
+        ("slow", ctypes.c_double),
+        ("is_only_holder", ctypes.c_bool),
         ("_newest", ctypes.c_uint64),
         ("_notices", ctypes.c_char * _NOTICE_SIZE * 2),
     )
@@ -130,6 +134,8 @@ class RankMemory(ctypes.Structure):
     votes: int
     votes_ended: int
     is_accused: bool
+    is_only_holder: bool
+    slow: float
     leave_requested: bool
     end_requested: bool
     looks: bool
@@ -280,7 +286,7 @@ class RankMemory(ctypes.Structure):
         self._step = _NO_STEP  # before `iteration`, or a watcher would take the old step for a new one
         self.is_in_function, self.has_restarted = False, self.iteration >= 0
         self.pings = self.votes = self.votes_ended = 0
-        self.is_accused = False
+        self.is_accused = self.is_only_holder = False
         self.iteration, self._rank = n, -1
 
     def leave_iteration(self) -> None:

@@ -27,26 +27,32 @@ _ENOUGH = 100  # steps before losses are said
 _STEPS_UNTIL, _UNTIL = 100, 10.0  # of being slow until something is done about it
 
 
-class Slow(NamedTuple):
-    """How slow a rank is.
+class SlowRank(NamedTuple):
+    """How slow a rank is, and why.
 
     Args:
         share: what it costs each step, as a share of it.
         step: what a step takes, in seconds.
         cause: why.
         words: the line where it was most often seen; empty if that is not known.
+        rank: its number in its iteration.
+        slot: its rank at the start of the job.
+        host: where it runs.
     """
 
     share: float
     step: float
-    cause: Cause
+    cause: str
     words: str = ""
+    rank: int = -1
+    slot: int = -1
+    host: str = ""
 
     def __str__(self) -> str:
         """For people."""
         where = f", most often {self.words}" if self.words else ""
         cost = f"it costs {self.share * self.step * 1e3:.3g} ms of each step of {self.step * 1e3:.3g} ms"
-        return f"{cost} ({self.share:.0%}): {self.cause}{where}"
+        return f"{cost} ({self.share:.0%}): {Cause[self.cause.upper()].value}{where}"
 
 
 class _Sample(NamedTuple):
@@ -71,7 +77,7 @@ class PacedRank:
 
     memory: RankMemory
     pid: int
-    slow: Slow | None = None
+    slow: SlowRank | None = None
     since: tuple[float, int] = (0.0, 0)
     lost: float = 0.0
     is_lasting: bool = False
@@ -197,12 +203,15 @@ class SlowRanks:
                 continue
             if one.slow is None:
                 one.since, one.lost = (now, 0), 0.0
-                one.slow = Slow(named[place], step, cause, one.stands())
+                one.slow = SlowRank(named[place], step, cause.name.lower(), one.stands())
                 yield one
             one.lost += named[place] * step * len(common)
             one.since = one.since[0], one.since[1] + len(common)
             if not one.is_lasting and one.since[1] >= _STEPS_UNTIL and now - one.since[0] >= _UNTIL:
-                one.slow, one.is_lasting = Slow(named[place], step, cause, one.stands()), True
+                one.slow, one.is_lasting = (
+                    SlowRank(named[place], step, cause.name.lower(), one.stands()),
+                    True,
+                )
                 yield one
 
     def _say_losses(self, ranks: Sequence[PacedRank]) -> None:

@@ -95,6 +95,9 @@ faults = _of_iteration("faults")
 # Log: hearts whose ranks wait or hang; and what each says, by its name.
 claims = _of_iteration("claims")
 claim = _of_iteration("claim")
+# Log, for people: slots of ranks that have become slow, each with the reason, or are no longer slow. And the
+# register ``replaced``: the member that a spare replaces for that.
+slow = _of_iteration("slow")
 # Log: members that are about to enter n, each with its active rank.
 entered = _of_iteration("entered")
 # Counts: of arrivals and deaths; of ranks that finished; of active ranks about to enter the function.

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from agent_job import FtRun, await_that, write_script
+from test_drain import endpoint_of, ftrun
 
 #: A rank of this slot sleeps 30 ms more in each step, until there is the file ``quick``.
 SLOW = 2
@@ -31,7 +32,8 @@ JOB = """
         model = torch.nn.Linear(4, 1)
         return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
 
-    limits = Limits(warm_up=False)
+    on = {"call": on_slow, "replace": "replace"}.get(os.environ.get("ON_SLOW"))
+    limits = Limits(on_slow=on, warm_up=False)
 
     @Wrapper(rejoin=True, active_world_size=active, heartbeat_timeout=60, limits=limits)
     def train(call_wrapper: CallWrapper = None):
@@ -54,13 +56,15 @@ JOB = """
 
 
 def start(folder: Path, *options: str, nproc: int = 3, **environment: str) -> FtRun:
-    arguments = ["--standalone", "--nproc-per-node", str(nproc), *options, write_script(folder, JOB)]
+    arguments = ["--nproc-per-node", str(nproc), *options, write_script(folder, JOB)]
     return FtRun(folder, *arguments, str(folder), environment=environment)
 
 
 def test_a_rank_that_sleeps_is_named_with_its_line_until_it_is_quick(tmp_path: Path) -> None:
     with start(tmp_path) as job:
         await_that(lambda: bool(job.events("slow")), job)
+        address = endpoint_of(job)
+        await_that(lambda: "\nslow: " in ftrun("status", address).stdout, job)
         (tmp_path / "quick").touch()
         await_that(lambda: len(job.events("slow")) == 2, job)
         (tmp_path / "finish").touch()
@@ -74,3 +78,30 @@ def test_a_rank_that_sleeps_is_named_with_its_line_until_it_is_quick(tmp_path: P
     assert len(re.findall(rf"{named} at script.py:\d+ in train", job.said)) == 1, job.said
     assert len(re.findall(rf"rank {SLOW}, .*\) is no longer slow, after .* s", job.said)) == 1, job.said
     assert job.said.count("is slow") == 1
+
+
+def test_the_slow_rank_calls_the_users_function(tmp_path: Path) -> None:
+    with start(tmp_path, ON_SLOW="call") as job:
+        await_that(lambda: "on_slow failed on rank" in job.said, job)
+        (tmp_path / "finish").touch()
+        assert job.end() == 0, job.said
+    called = re.findall(r"slot (\d) on_slow (\w+) rank (\d) slot (\d) (\w+)", job.said)
+    assert called == [(str(SLOW), "asleep", str(SLOW), str(SLOW), "True")]
+
+
+def test_a_spare_takes_over_from_a_slow_rank_and_no_step_is_lost(tmp_path: Path) -> None:
+    with start(tmp_path, nproc=4, ON_SLOW="replace") as job:
+        await_that(lambda: job.said.count(" lost 0") == 3 + 3, job)
+        (tmp_path / "finish").touch()
+        assert job.end() == 0, job.said
+    assert re.search(rf"rank {SLOW}, .*\) is slow for long: it leaves, and a spare takes over", job.said)
+    (restarted,) = job.events("restarted")
+    assert restarted["kind"] == "drained" and restarted["promoted"] == [3]
+
+
+def test_a_slow_rank_stays_if_there_is_no_spare(tmp_path: Path) -> None:
+    with start(tmp_path, ON_SLOW="replace") as job:
+        await_that(lambda: "stays: there is no spare" in job.said, job)
+        (tmp_path / "finish").touch()
+        assert job.end() == 0, job.said
+    assert not job.events("restarted")

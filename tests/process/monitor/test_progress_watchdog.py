@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from ft_wrapper.monitor.evidence import StepTimings, Whereabouts
 from ft_wrapper.monitor.shared_memory import RankMemory
 from ft_wrapper.monitor.threads import ProgressWatchdog
 
@@ -52,16 +51,12 @@ def recorder() -> Recorder:
     return Recorder()
 
 
-def no_steps() -> StepTimings:
-    return StepTimings({}, 0.0, 0.0, "", False)
-
-
 @contextlib.contextmanager
 def started(memory: Any, interval: float, **kwargs: Any) -> Iterator[ProgressWatchdog]:
     """A watchdog that no monitor asks anything."""
     ours, asker = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, asker:
-        watchdog = ProgressWatchdog(memory, interval, ours, Whereabouts, no_steps, **kwargs)
+        watchdog = ProgressWatchdog(memory, interval, ours, {}, **kwargs)
         try:
             yield watchdog
         finally:
