@@ -111,7 +111,7 @@ class Slowly:
         return 100_000
 
     def __getitem__(self, number: int) -> int:
-        time.sleep(0.05 if self._is_slow and number >= BEGIN else 0.001)
+        time.sleep(0.08 if self._is_slow and number >= BEGIN else 0.001)
         return number
 
 

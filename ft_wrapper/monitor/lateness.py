@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 WINDOW = 30  # steps
 HOLD = 3.0  # seconds
+HELD_BACK = 0.08, 0.04  # of the time: until a rank is slow, and until it no longer is
 # Of a step. Steady: mean excess, and by how much it is behind in most steps. Bursts: the same, and two steps.
 _STEADY, _BEHIND = 0.08, 0.05
 _BURSTS, _FAR = 0.10, 0.5
@@ -82,6 +83,18 @@ def cause_of(mine: Signs, usual: Signs, excess: float) -> Cause | None:
     if more.waited > excess / 2:
         return Cause.PROCESSOR
     return Cause.LOADER if more.loader > excess / 3 else Cause.ASLEEP
+
+
+def held_back(mine: Signs, usual: Signs) -> float:
+    """For which share of the time a rank alone is kept from running, whenever it would run.
+
+    Lateness at the first collective alone missed a third of such ranks, whose run-ups were short.
+
+    Args:
+        mine: of this rank.
+        usual: of a typical rank.
+    """
+    return max(mine.throttled - usual.throttled, mine.stopped - usual.stopped)
 
 
 class Lateness:

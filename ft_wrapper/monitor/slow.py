@@ -7,6 +7,7 @@ What a rank does meanwhile is sampled from outside, and costs it nothing.
 import collections
 import contextlib
 import dataclasses
+import itertools
 import logging
 import random
 import statistics
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from .evidence import StepTimings
-from .lateness import HOLD, WINDOW, Cause, Lateness, Signs, cause_of, typical
+from .lateness import HELD_BACK, HOLD, WINDOW, Cause, Lateness, Signs, cause_of, held_back, typical
 from .look import is_held, processor_times, throttled_for
 from .shared_memory import RankMemory
 
@@ -23,6 +24,7 @@ log = logging.getLogger(__name__)
 _EVERY = 0.2  # seconds between two questions to a rank, at least: an answer takes it some 0.3 ms
 _STEPS = 10  # between two questions
 _REMEMBERED = 48  # collectives between two questions: flight recorder remembers 64
+_PULSES = 3  # stops by a signal; fewer are somebody's who looks at the process
 _ENOUGH = 100  # steps before losses are said
 _STEPS_UNTIL, _UNTIL = 100, 10.0  # of being slow until something is done about it
 
@@ -71,7 +73,7 @@ class PacedRank:
         pid: its process.
         slow: how slow it was when that was last said; None if it is not slow.
         since: since when it is slow, in monotonic seconds, and how many steps it has done since.
-        lost: seconds that it has cost so far.
+        cost: seconds that it has cost so far.
         is_lasting: whether it has been slow for long enough to do something about it.
     """
 
@@ -79,7 +81,7 @@ class PacedRank:
     pid: int
     slow: SlowRank | None = None
     since: tuple[float, int] = (0.0, 0)
-    lost: float = 0.0
+    cost: float = 0.0
     is_lasting: bool = False
 
     def __post_init__(self) -> None:
@@ -106,12 +108,14 @@ class PacedRank:
 
     def signs(self) -> Signs:
         """What it did lately."""
-        if len(self._samples) < 2:
+        if not self._samples or self._samples[-1].at - self._samples[0].at < HOLD / 2:
             return Signs()
         first, last = self._samples[0], self._samples[-1]
         took = (last.at - first.at) * 1e9
         run, waited, throttled = ((b - a) / took for a, b in zip(first[1:], last[1:], strict=True))
-        stopped = statistics.mean(each for _, each in self._stops)
+        stops = [each for _, each in self._stops]
+        is_once = sum(b and not a for a, b in itertools.pairwise(stops)) < _PULSES
+        stopped = 0.0 if is_once else statistics.mean(stops)
         return Signs(run, waited, throttled, stopped, statistics.mean(each for _, _, each in self._stands))
 
     def stands(self) -> str:
@@ -189,23 +193,26 @@ class SlowRanks:
         for one in ranks:
             one.run_ups = {n: each for n, each in one.run_ups.items() if n > self._last}
         self._say_losses(ranks)
-        named = self._lateness.named
-        usual = typical(one.signs() for one in ranks)
+        signs = [one.signs() for one in ranks]
+        usual, named = typical(signs), dict(self._lateness.named)
         for place, one in enumerate(ranks):
+            held = held_back(signs[place], usual)
+            if held > HELD_BACK[one.slow is not None]:
+                named[place] = max(held, named.get(place, 0.0))
             if place not in named:
                 if one.slow is not None:
                     one.slow, one.is_lasting = None, False
                     yield one
                 continue
-            cause = cause_of(one.signs(), usual, named[place])
+            cause = cause_of(signs[place], usual, named[place])
             if cause is None:
                 self._say(f"all ranks of this node wait for a processor for {usual.waited:.0%} of the time")
                 continue
             if one.slow is None:
-                one.since, one.lost = (now, 0), 0.0
+                one.since, one.cost = (now, 0), 0.0
                 one.slow = SlowRank(named[place], step, cause.name.lower(), one.stands())
                 yield one
-            one.lost += named[place] * step * len(common)
+            one.cost += named[place] * step * len(common)
             one.since = one.since[0], one.since[1] + len(common)
             if not one.is_lasting and one.since[1] >= _STEPS_UNTIL and now - one.since[0] >= _UNTIL:
                 one.slow, one.is_lasting = (

@@ -577,7 +577,7 @@ class RankMonitor:
             return
         if how is None:
             words = "%s is no longer slow, after %s; the job would have been %s faster without that"
-            log.warning(words, self._name(), duration(now - since), duration(slow.lost))
+            log.warning(words, self._name(), duration(now - since), duration(slow.cost))
         else:
             log.warning("%s is slow: %s", self._name(), how)
             how = how._replace(rank=self.rank or 0, slot=self.member.slot, host=socket.gethostname())
@@ -586,7 +586,7 @@ class RankMonitor:
                 self.questions.send(said, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         if (view := self.view) is not None:
             fields = {} if how is None else {"share": how.share, "cause": how.cause, "words": how.words}
-            self._emit("slow", view, rank=self.rank, since=since, lost=slow.lost, **fields)
+            self._emit("slow", view, rank=self.rank, since=since, cost=slow.cost, **fields)
             line = f"{self._name()}: {how}" if how else ""
             entry = Append(names.slow(view.n), json.dumps([self.member.slot, line]))
             in_background("noting a slow rank", lambda: self._write(entry))

@@ -311,7 +311,7 @@ class _SlowTimes:
                 opened[who] = at, min(1.0, record["share"])
             elif who in opened:
                 began, _ = opened.pop(who)
-                self._times.append((began, at, min(1.0, record["lost"] / max(at - began, 1e-9))))
+                self._times.append((began, at, min(1.0, record["cost"] / max(at - began, 1e-9))))
         self._times += [(began, timeline.seconds, share) for began, share in opened.values()]
 
     def split(self, host: str, span: Span) -> Iterator[Span]:

@@ -71,7 +71,7 @@ def test_a_rank_that_sleeps_is_named_with_its_line_until_it_is_quick(tmp_path: P
         assert job.end() == 0, job.said
     begins, ends = job.events("slow")
     assert begins["rank"] == begins["slot"] == SLOW and begins["cause"] == "asleep"
-    assert begins["share"] > 0.1 and ends["lost"] > 0 and "cause" not in ends
+    assert begins["share"] > 0.1 and ends["cost"] > 0 and "cause" not in ends
     named = (
         rf"rank {SLOW}, .*\) is slow: it costs .* of each step of .*: asleep: I/O, or a device, most often"
     )

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ft_wrapper.monitor.lateness import Cause, Lateness, Signs, cause_of, typical
+from ft_wrapper.monitor.lateness import Cause, Lateness, Signs, cause_of, held_back, typical
 
 STEP = 0.04
 RANKS = 4
@@ -99,3 +99,9 @@ def test_the_cause(mine: Signs, cause: Cause) -> None:
 def test_no_rank_is_to_blame_for_a_lack_of_processors() -> None:
     usual = typical([Signs(waited=each) for each in (0.2, 0.3, 0.4, 0.5)])
     assert cause_of(Signs(waited=0.5), usual, 0.2) is None
+
+
+def test_a_rank_that_is_kept_from_running_alone_is_held_back() -> None:
+    assert held_back(Signs(throttled=0.3), Signs()) == pytest.approx(0.3)
+    assert held_back(Signs(throttled=0.3), Signs(throttled=0.3)) == 0.0
+    assert held_back(Signs(stopped=0.2, waited=0.9), Signs(waited=0.1)) == pytest.approx(0.2)
