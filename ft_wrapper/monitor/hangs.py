@@ -40,6 +40,7 @@ from .evidence import (
     Waiting,
     Whereabouts,
 )
+from .lateness import Pace, usual_pace
 from .look import is_lost, look_at, slices
 from .shared_memory import Phase, RankMemory
 from .slow import PacedRank, SlowRanks
@@ -59,6 +60,7 @@ _NEVER = -10
 _ITSELF = -1
 _ALL_WAIT = "all wait"  # in place of a line
 _PATIENCE = 5.0  # seconds without the store
+_EXCHANGE_EVERY = 10.0  # seconds between two messages to other nodes about slow ranks
 _LONGEST_ANSWER = 1 << 16
 
 
@@ -234,6 +236,7 @@ class HangWatch:
     def __post_init__(self) -> None:
         self.steps = StepTimes()
         self._slow = SlowRanks()
+        self._exchange_at, self._exchanged_in = 0.0, -1
         self._ranks: dict[WatchedRank, _Watched] = {}
         self._wanted = threading.Condition()
         self._closing = False
@@ -341,6 +344,7 @@ class HangWatch:
             for one in watched:
                 one.ask(now, STEPS)
 
+        self._exchange(watched, now)
         for paced in self._slow.turn([*of], self._n, self.steps.median, now, ask):
             of[paced].rank.note_slow(paced)
 
@@ -529,6 +533,26 @@ class HangWatch:
         names = sorted(set(read_log(store, keys.claims(self._n))))
         said = store.execute([Read(keys.claim(self._n, name)) for name in names])
         return [Claim.from_json(one) for one in said if one]
+
+    def _exchange(self, watched: Collection[_Watched], now: float) -> None:
+        """Says how late this node's ranks are, and reads how late ranks of the job usually are."""
+        memories, pace = [one.rank.memory for one in watched], self._slow.pace
+        if pace is None or now < self._exchange_at or len(watched) == memories[0].active_world_size:
+            return
+        self._exchange_at = now + _EXCHANGE_EVERY
+        store, n = self._open(), self._n
+        steps: list[Step] = [Write({keys.pace(n, self.name): pace.to_json()})]
+        if self._exchanged_in != n:
+            self._exchanged_in = n
+            steps.append(Append(keys.paces(n), self.name))
+        *_, usual = store.execute([*steps, Read(keys.pace(n))])
+        if usual:
+            self._slow.heard(Pace.from_json(usual))
+        if any(memory.active_rank == 0 for memory in memories):
+            names = read_log(store, keys.paces(n))
+            said = store.execute([Read(keys.pace(n, name)) for name in names])
+            job = usual_pace(Pace.from_json(one) for one in said if one)
+            store.execute([Write({keys.pace(n): job.to_json()})])
 
     def _open(self) -> Operations:
         if self._store is None:

@@ -10,6 +10,7 @@ not have enough processors the thresholds named no rank of 6,871 clean steps.
 
 import collections
 import enum
+import json
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ WINDOW = 30  # steps
 HOLD = 3.0  # seconds
 HELD_BACK = 0.08, 0.04  # of the time: until a rank is slow, and until it no longer is
 # Of a step. Steady: mean excess, and by how much it is behind in most steps. Bursts: the same, and two steps.
-_STEADY, _BEHIND = 0.08, 0.05
+STEADY, _BEHIND = 0.08, 0.05
 _BURSTS, _FAR = 0.10, 0.5
 _MOST, _FEW = 0.7, 0.3  # of the steps, or of the windows
 STARVED = 0.25  # of the time
@@ -85,6 +86,34 @@ def cause_of(mine: Signs, usual: Signs, excess: float) -> Cause | None:
     return Cause.LOADER if more.loader > excess / 3 else Cause.ASLEEP
 
 
+class Pace(NamedTuple):
+    """What ranks usually do, on a node or in the whole job.
+
+    Args:
+        run_up: seconds to the first collective.
+        signs: what they do meanwhile.
+    """
+
+    run_up: float
+    signs: Signs
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        return json.dumps(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Pace":
+        """Reads `to_json`."""
+        run_up, signs = json.loads(text)
+        return cls(run_up, Signs(*signs))
+
+
+def usual_pace(paces: Iterable[Pace]) -> Pace:
+    """The median of each field."""
+    paces = list(paces)
+    return Pace(lower_median(one.run_up for one in paces), typical(one.signs for one in paces))
+
+
 def held_back(mine: Signs, usual: Signs) -> float:
     """For which share of the time a rank alone is kept from running, whenever it would run.
 
@@ -102,10 +131,13 @@ class Lateness:
 
     Attributes:
         named: the ranks that are slow, each with the excess of its last windows.
+        usual: the mean of the typical rank's run-ups, in seconds; None before 30 steps.
     """
 
     def __init__(self) -> None:
         self.named: dict[int, float] = {}
+        self.usual: float | None = None
+        self._bases: collections.deque[float] = collections.deque(maxlen=WINDOW)
         self._late: collections.deque[Mapping[int, float]] = collections.deque(maxlen=WINDOW)
         self._windows: collections.deque[tuple[float, dict[int, float], set[int]]] = collections.deque()
 
@@ -118,9 +150,11 @@ class Lateness:
             now: monotonic seconds.
         """
         base = lower_median(run_ups.values())
+        self._bases.append(base)
         self._late.append({rank: max(0.0, one - base) / step for rank, one in run_ups.items()})
         if len(self._late) < WINDOW:
             return
+        self.usual = (sum(self._bases) - max(self._bases)) / (WINDOW - 1)
         late = {rank: [one[rank] for one in self._late] for rank in run_ups}
         means = {rank: (sum(own) - max(own)) / (WINDOW - 1) for rank, own in late.items()}
         base = lower_median(means.values())
@@ -134,7 +168,7 @@ class Lateness:
 
     def excess(self, rank: int) -> float:
         """What a rank cost each step lately, as a share of it."""
-        return sum(excess[rank] for _, excess, _ in self._windows) / len(self._windows)
+        return sum(excess[rank] for _, excess, _ in self._windows) / max(1, len(self._windows))
 
     def _holds(self, rank: int) -> bool:
         share = sum(rank in slow for _, _, slow in self._windows) / len(self._windows)
@@ -142,5 +176,5 @@ class Lateness:
 
 
 def _is_slow(excess: float, late: list[float]) -> bool:
-    is_steady = excess > _STEADY and sum(one > _BEHIND for one in late) >= _MOST * len(late)
+    is_steady = excess > STEADY and sum(one > _BEHIND for one in late) >= _MOST * len(late)
     return is_steady or (excess > _BURSTS and sum(one > _FAR for one in late) >= 2)

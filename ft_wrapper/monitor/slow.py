@@ -15,7 +15,19 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from .evidence import StepTimings
-from .lateness import HELD_BACK, HOLD, WINDOW, Cause, Lateness, Signs, cause_of, held_back, typical
+from .lateness import (
+    HELD_BACK,
+    HOLD,
+    STEADY,
+    WINDOW,
+    Cause,
+    Lateness,
+    Pace,
+    Signs,
+    cause_of,
+    held_back,
+    typical,
+)
 from .look import is_held, processor_times, throttled_for
 from .shared_memory import RankMemory
 
@@ -25,6 +37,7 @@ _EVERY = 0.2  # seconds between two questions to a rank, at least: an answer tak
 _STEPS = 10  # between two questions
 _REMEMBERED = 48  # collectives between two questions: flight recorder remembers 64
 _PULSES = 3  # stops by a signal; fewer are somebody's who looks at the process
+_KNOWN = 32  # collectives a step; of two steps flight recorder remembers all
 _ENOUGH = 100  # steps before losses are said
 _STEPS_UNTIL, _UNTIL = 100, 10.0  # of being slow until something is done about it
 
@@ -114,7 +127,7 @@ class PacedRank:
         took = (last.at - first.at) * 1e9
         run, waited, throttled = ((b - a) / took for a, b in zip(first[1:], last[1:], strict=True))
         stops = [each for _, each in self._stops]
-        is_once = sum(b and not a for a, b in itertools.pairwise(stops)) < _PULSES
+        is_once = self.slow is None and sum(b and not a for a, b in itertools.pairwise(stops)) < _PULSES
         stopped = 0.0 if is_once else statistics.mean(stops)
         return Signs(run, waited, throttled, stopped, statistics.mean(each for _, _, each in self._stands))
 
@@ -155,9 +168,11 @@ class SlowRanks:
         if self._n != (n, len(ranks)):
             yield from self.end(ranks, now)
             self._n, self._lateness, self._last = (n, len(ranks)), Lateness(), 0
-            self._compared = self._lost = 0
+            self._compared, self._lost, self._signs, self._usual = 0, 0, Signs(), Pace(0.0, Signs())
+            self._behind: collections.deque[float] = collections.deque(maxlen=2)
         answers = [one.last for one in ranks if one.last is not None]
         step = statistics.median([one.step for one in answers] or [0.0]) or step
+        self._step = step
         for one in ranks:
             one.look(now, max(HOLD, WINDOW * step))
         yield from self._compare(ranks, step, now)
@@ -177,8 +192,19 @@ class SlowRanks:
         for one in ranks:
             one.run_ups, one.last = {}, None
             if one.slow is not None:
-                one.slow = None
+                one.slow, one.is_lasting = None, False
                 yield one
+
+    @property
+    def pace(self) -> Pace | None:
+        """What the ranks of this node usually do; None before that is known."""
+        return None if self._lateness.usual is None else Pace(self._lateness.usual, self._signs)
+
+    def heard(self, usual: Pace) -> None:
+        """Notes what ranks of the whole job usually do."""
+        if self._lateness.usual is not None and self._step:
+            self._usual = usual
+            self._behind.append((self._lateness.usual - usual.run_up) / self._step)
 
     def _compare(self, ranks: Sequence[PacedRank], step: float, now: float) -> Iterator[PacedRank]:
         common = sorted(set[int].intersection(*(set(one.run_ups) for one in ranks)))
@@ -195,6 +221,13 @@ class SlowRanks:
         self._say_losses(ranks)
         signs = [one.signs() for one in ranks]
         usual, named = typical(signs), dict(self._lateness.named)
+        self._signs = usual
+        behind = min(self._behind) if len(self._behind) == 2 else 0.0
+        if behind > STEADY / 2:  # all ranks of this node are late
+            usual = self._usual.signs
+            costs = {place: behind + self._lateness.excess(place) for place in range(len(ranks))}
+            limits = (STEADY / 2 if one.slow else STEADY for one in ranks)
+            named |= {place: costs[place] for place, limit in enumerate(limits) if costs[place] > limit}
         for place, one in enumerate(ranks):
             held = held_back(signs[place], usual)
             if held > HELD_BACK[one.slow is not None]:
@@ -215,15 +248,15 @@ class SlowRanks:
             one.cost += named[place] * step * len(common)
             one.since = one.since[0], one.since[1] + len(common)
             if not one.is_lasting and one.since[1] >= _STEPS_UNTIL and now - one.since[0] >= _UNTIL:
-                one.slow, one.is_lasting = (
-                    SlowRank(named[place], step, cause.name.lower(), one.stands()),
-                    True,
-                )
+                one.slow = SlowRank(named[place], step, cause.name.lower(), one.stands())
+                one.is_lasting = True
                 yield one
 
     def _say_losses(self, ranks: Sequence[PacedRank]) -> None:
         if self._compared + self._lost >= _ENOUGH and self._lost > self._compared:
             each = max(one.last.collectives for one in ranks if one.last is not None)
+            if each <= _KNOWN:
+                return  # they were votes without a collective
             self._say(
                 f"slow ranks are found later, or not: {self._lost} of {self._compared + self._lost} steps, "
                 f"each with some {each:.0f} collectives, were forgotten; set TORCH_FR_BUFFER_SIZE=256"

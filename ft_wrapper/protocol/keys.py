@@ -95,6 +95,10 @@ faults = _of_iteration("faults")
 # Log: hearts whose ranks wait or hang; and what each says, by its name.
 claims = _of_iteration("claims")
 claim = _of_iteration("claim")
+# Log: hearts that have said how late their ranks are; and what each says, by its name. Without a name: what
+# is usual in the job, by the heart of active rank 0.
+paces = _of_iteration("paces")
+pace = _of_iteration("pace")
 # Log, for people: slots of ranks that have become slow, each with the reason, or are no longer slow. And the
 # register ``replaced``: the member that a spare replaces for that.
 slow = _of_iteration("slow")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from agent_job import FtRun, await_that, write_script
 from test_drain import endpoint_of, ftrun
+from test_nodes import Cluster
 
 #: A rank of this slot sleeps 30 ms more in each step, until there is the file ``quick``.
 SLOW = 2
@@ -105,3 +107,17 @@ def test_a_slow_rank_stays_if_there_is_no_spare(tmp_path: Path) -> None:
         (tmp_path / "finish").touch()
         assert job.end() == 0, job.said
     assert not job.events("restarted")
+
+
+@pytest.mark.nightly("it takes half a minute, and how nodes agree on what is usual has a unit test")
+def test_a_node_whose_only_rank_is_slow_is_named(tmp_path: Path) -> None:
+    (tmp_path / "job").mkdir()
+    with Cluster(tmp_path / "job", JOB, nnodes="3") as cluster:
+        nodes = [cluster.start(str(number)) for number in range(3)]
+        await_that(lambda: any(node.events("slow") for node in nodes), *nodes)
+        (cluster.shared / "quick").touch()
+        await_that(lambda: sum(len(node.events("slow")) for node in nodes) == 2, *nodes)
+        (cluster.shared / "finish").touch()
+        assert [node.end() for node in nodes] == [0, 0, 0], nodes[0].said
+    begins, ends = next(filter(None, (node.events("slow") for node in nodes)))
+    assert begins["slot"] == SLOW and begins["cause"] == "asleep" and "cause" not in ends

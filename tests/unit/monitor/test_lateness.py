@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ft_wrapper.monitor.lateness import Cause, Lateness, Signs, cause_of, held_back, typical
+from ft_wrapper.monitor.lateness import Cause, Lateness, Pace, Signs, cause_of, held_back, typical, usual_pace
 
 STEP = 0.04
 RANKS = 4
@@ -105,3 +105,9 @@ def test_a_rank_that_is_kept_from_running_alone_is_held_back() -> None:
     assert held_back(Signs(throttled=0.3), Signs()) == pytest.approx(0.3)
     assert held_back(Signs(throttled=0.3), Signs(throttled=0.3)) == 0.0
     assert held_back(Signs(stopped=0.2, waited=0.9), Signs(waited=0.1)) == pytest.approx(0.2)
+
+
+def test_what_is_usual_in_a_job_is_the_median_of_its_nodes() -> None:
+    paces = [Pace(run_up, Signs(run=run_up * 10)) for run_up in (0.02, 0.05, 0.01)]
+    assert usual_pace(paces) == Pace(0.02, Signs(run=0.2))
+    assert Pace.from_json(paces[0].to_json()) == paces[0]
