@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 RANKS, BEGIN = 4, 120
+RATE = "100mbit"  # of the slow link
 # By kind: the causes that are right.
 CAUSES = {
     "none": (),
@@ -38,7 +39,7 @@ CAUSES = {
     "loader": ("loader",),
     "pulses": ("stopped",),
     "quota": ("throttled",),
-    "link": (),
+    "link": ("link",),
 }
 
 
@@ -54,8 +55,6 @@ def rank_main(folder: Path, kind: str, mode: str, slow: list[int], steps: int) -
 
     torch.set_num_threads(1)
     me = int(os.environ["RANK"])
-    if kind == "link":
-        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["SLOW_LINK"].split(",")[me in slow]
 
     @ft_wrapper.Wrapper()
     def train(call_wrapper: ft_wrapper.CallWrapper) -> None:
@@ -111,7 +110,7 @@ class Slowly:
         return 100_000
 
     def __getitem__(self, number: int) -> int:
-        time.sleep(0.08 if self._is_slow and number >= BEGIN else 0.001)
+        time.sleep(0.1 if self._is_slow and number >= BEGIN else 0.001)
         return number
 
 
@@ -138,6 +137,9 @@ def slowed(kind: str, folder: Path, pids: dict[int, int], slow: list[int]) -> It
         (group / "cgroup.procs").write_text(str(pids[slow[0]]))
     elif kind == "pulses":
         pulses.start()
+    elif kind == "link":
+        tc = f"netns exec {{0}} tc qdisc replace dev {{0}} root tbf rate {RATE} burst 256kbit latency 400ms"
+        subprocess.run(["ip", *tc.format(link_names()[1]).split()], check=True)
     try:
         yield
     finally:
@@ -151,27 +153,67 @@ def slowed(kind: str, folder: Path, pids: dict[int, int], slow: list[int]) -> It
             group.rmdir()
 
 
+def link_names() -> list[str]:
+    """Of two namespaces, each also the name of its end of the link."""
+    return [f"ftsl{os.getpid()}{end}" for end in "ab"]
+
+
+@contextlib.contextmanager
+def linked(ftrun: list[str], script: list[str]) -> Iterator[list[list[str]]]:
+    """Two nodes in network namespaces with a link between them; gives their commands."""
+    names = link_names()
+
+    def ip(words: str) -> None:
+        subprocess.run(["ip", *words.split()], check=True)
+
+    try:
+        for name in names:
+            ip(f"netns add {name}")
+        ip(f"link add {names[0]} type veth peer name {names[1]}")
+        for number, name in enumerate(names, start=1):
+            ip(f"link set {name} netns {name}")
+            ip(f"-n {name} addr add 10.213.7.{number}/24 dev {name}")
+            ip(f"-n {name} link set {name} up")
+            ip(f"-n {name} link set lo up")
+        options = ["--nnodes", "2", "--nproc-per-node", str(RANKS // 2)]
+        options += ["--rdzv-endpoint", "10.213.7.1:29417"]
+        inside = [["ip", "netns", "exec", name, "env", f"GLOO_SOCKET_IFNAME={name}"] for name in names]
+        yield [[*inside[node], *ftrun, *options, "--node-id", str(node), *script] for node in range(2)]
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name])
+
+
 def one_run(kind: str, mode: str, seed: int, steps: int) -> dict[str, Any]:
     """Runs a job; returns which ranks were slow, and what was said."""
     draw = random.Random(f"{kind} {mode} {seed}")
-    slow = [] if not CAUSES[kind] else sorted(draw.sample(range(RANKS), 2 if kind == "two" else 1))
+    count = 0 if not CAUSES[kind] or kind == "link" else 2 if kind == "two" else 1
+    slow = sorted(draw.sample(range(RANKS), count))
     with tempfile.TemporaryDirectory(prefix="ft_slow_") as name:
         folder = Path(name)
-        command = [sys.executable, "-m", "ft_wrapper.run", "--standalone", "--nproc-per-node", str(RANKS)]
-        command += [__file__, "--rank", name, kind, mode, json.dumps(slow), str(steps)]
+        ftrun = [sys.executable, "-m", "ft_wrapper.run"]
+        script = [__file__, "--rank", name, kind, mode, json.dumps(slow), str(steps)]
         environment = {**os.environ, "FT_WRAPPER_EVENTS": f"{name}/events", "OMP_NUM_THREADS": "1"}
+        commands = [[*ftrun, "--standalone", "--nproc-per-node", str(RANKS), *script]]
+        owned = contextlib.ExitStack()
+        if kind == "link":
+            commands = owned.enter_context(linked(ftrun, script))
         with open(folder / "log", "w") as log:
-            job = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+            jobs = [subprocess.Popen(one, env=environment, stdout=log, stderr=log) for one in commands]
+        job = jobs[0]
         try:
             await_file(folder / "begun.0", job)
             events = [json.loads(line) for line in (folder / "events").read_text().splitlines()]
             pids = {each["rank"]: each["pid"] for each in events if each["event"] == "enter"}
             with slowed(kind, folder, pids, slow):
-                job.wait(600)
+                for each in jobs:
+                    each.wait(600)
         finally:
-            if job.poll() is None:
-                job.terminate()
-                job.wait(60)
+            for each in jobs:
+                if each.poll() is None:
+                    each.terminate()
+                each.wait(60)
+            owned.close()
         begun = (folder / "begun.0").stat().st_mtime
         events = [json.loads(line) for line in (folder / "events").read_text().splitlines()]
         end = next((each["time"] for each in reversed(events) if each["event"] == "returned"), time.time())
@@ -230,13 +272,17 @@ def summary(kind: str, mode: str, runs: list[dict[str, Any]]) -> str:
     after, right, false = list[int](), 0, 0
     for run in runs:
         first = {each["rank"]: each for each in reversed(run["said"]) if each["step"] >= BEGIN}
-        false += sum(each["rank"] not in run["slow"] or each["step"] < BEGIN for each in run["said"])
+        said = [each for each in run["said"] if kind != "link" or each["cause"] != "link"]
+        false += sum(each["rank"] not in run["slow"] or each["step"] < BEGIN for each in said)
+        if kind == "link" and first:
+            right += {each["cause"] for each in first.values()} == {"link"}
+            after.append(min(each["step"] for each in first.values()) - BEGIN)
         if run["slow"] and all(rank in first for rank in run["slow"]):
             right += all(first[rank]["cause"] in CAUSES[kind] for rank in run["slow"])
             after.append(max(first[rank]["step"] for rank in run["slow"]) - BEGIN)
     steps = statistics.median(run["step_ms"] for run in runs)
     words = f"{mode} {kind}: steps of {steps:.0f} ms, {len(runs)} runs: "
-    if runs[0]["slow"]:
+    if CAUSES[kind]:
         words += f"named {len(after)}, with the cause {right}; "
         words += f"after {statistics.median(after):.0f} steps, at most {max(after)}; " if after else ""
     causes = collections.Counter(each["cause"] for run in runs for each in run["said"])

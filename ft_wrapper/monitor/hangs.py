@@ -162,8 +162,8 @@ class _Watched:
             if not (said := self.rank.questions.recv(_LONGEST_ANSWER, socket.MSG_DONTWAIT)):
                 return  # the rank leaves its call
             fields, self.is_asked = json.loads(said), False
-            if "run_ups" in fields:
-                fields["run_ups"] = {int(n): seconds for n, seconds in fields["run_ups"].items()}
+            if "steps" in fields:
+                fields["steps"] = {int(n): (*seconds,) for n, seconds in fields["steps"].items()}
                 self.paced.heard(StepTimings(**fields), now)
             elif self.suspect is not None:
                 fields["inside"] = fields["inside"] and (*fields["inside"],)

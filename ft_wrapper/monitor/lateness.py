@@ -32,6 +32,7 @@ class Cause(enum.StrEnum):
     WORKS = "runs more than other ranks: garbage collection, or work of its own"
     PROCESSOR = "waits for a processor"
     LOADER = "waits for its data loader"
+    LINK = "late at the vote alone: the link into it is slow, or the link out of a rank before it"
     ASLEEP = "asleep: I/O, or a device"
 
 
@@ -44,6 +45,7 @@ class Signs(NamedTuple):
         throttled: its cgroup was throttled.
         stopped: it was stopped by a signal.
         loader: it waited for a loader's worker.
+        own: it did not wait for other ranks.
     """
 
     run: float = 0.0
@@ -51,6 +53,7 @@ class Signs(NamedTuple):
     throttled: float = 0.0
     stopped: float = 0.0
     loader: float = 0.0
+    own: float = 0.0
 
 
 def lower_median(values: Iterable[float]) -> float:
@@ -79,11 +82,24 @@ def cause_of(mine: Signs, usual: Signs, excess: float) -> Cause | None:
         return Cause.THROTTLED
     if more.stopped > min(excess / 3, _BEHIND):
         return Cause.STOPPED
+    if more.loader > excess / 3:
+        return Cause.LOADER
     if more.run > excess / 4:  # what runs more also waits more for a processor
         return Cause.WORKS
     if more.waited > excess / 2:
         return Cause.PROCESSOR
-    return Cause.LOADER if more.loader > excess / 3 else Cause.ASLEEP
+    return Cause.ASLEEP
+
+
+def is_links_victim(mine: Signs, usual: Signs, excess: float) -> bool:
+    """Whether a rank that is late at the vote alone has waited for data meanwhile, and has done nothing else.
+
+    Args:
+        mine: of this rank.
+        usual: of a typical rank.
+        excess: by how much it comes later, as a share of a step.
+    """
+    return not any(own - other > excess / 2 for own, other in zip(mine, usual, strict=True))
 
 
 class Pace(NamedTuple):

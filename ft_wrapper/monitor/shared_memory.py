@@ -91,7 +91,8 @@ class RankMemory(ctypes.Structure):
         is_life_held: whether the rank is in its call; after its process has ended, whether it ended in one.
         slow: what the rank costs each step, as a share of it; 0.0 if it is not slow. The monitor writes it.
         is_only_holder: whether no other active rank holds the same shard of a live state.
-        vote_times: when the last votes ended, in the rank's own object; and `ping_times` of its pings.
+        vote_times: when the last votes ended, in the rank's own object; `vote_begins`: when they began;
+            and `ping_times` of its pings.
 
     Raises:
         RuntimeError: the platform lacks ``memfd_create``.
@@ -144,6 +145,7 @@ class RankMemory(ctypes.Structure):
     _notices: Any
     fd: int
     vote_times: "array.array[float]"
+    vote_begins: "array.array[float]"
     ping_times: "array.array[float]"
     _owner: tuple[int, int] | None = None  # process and thread that hold the life mutex by this object
 
@@ -204,7 +206,8 @@ class RankMemory(ctypes.Structure):
             raise OSError(code, f"mapping {_SIZE} bytes of file descriptor {fd}: {os.strerror(code)}")
         memory = cls.from_address(address)
         memory.fd = fd
-        memory.vote_times, memory.ping_times = (array.array("d", bytes(8 * _BEGINS)) for _ in range(2))
+        for name in ("vote_begins", "vote_times", "ping_times"):
+            setattr(memory, name, array.array("d", bytes(8 * _BEGINS)))
         return memory
 
     # ---- life and death
@@ -306,14 +309,20 @@ class RankMemory(ctypes.Structure):
             return self.ping_stamp > 0.0
         return step != self._first_step or self.ping_stamp > self.step_stamp
 
-    def begins(self) -> list[tuple[int, float]]:
-        """When the last steps of this iteration began, by number; only in the rank's own object.
+    def begins(self) -> list[tuple[int, float, float]]:
+        """When the last steps of this iteration began; only in the rank's own object.
 
         A step begins when a vote of live state has ended; without that, at a ping.
+
+        Returns:
+            Of each step its number, when it began, and how long the vote before it took; 0.0 for a ping.
         """
-        last, times = (self.votes_ended, self.vote_times) if self.votes else (self.pings, self.ping_times)
+        last, times, since = self.votes_ended, self.vote_times, self.vote_begins
+        if not self.votes:
+            last, times, since = self.pings, self.ping_times, self.ping_times
         # Without the oldest one, in whose place a newer one may be written meanwhile.
-        return [(n, times[n % _BEGINS]) for n in range(max(1, last - _BEGINS + 2), last + 1)]
+        places = ((n, n % _BEGINS) for n in range(max(1, last - _BEGINS + 2), last + 1))
+        return [(n, times[place], times[place] - since[place]) for n, place in places]
 
     def last_step(self) -> dict[str, Any]:
         """The last reported step, and when it began, as fields of an event; empty if there is none."""
@@ -456,6 +465,7 @@ class Votes:
 
     def __enter__(self) -> None:
         self._memory.votes += 1
+        self._memory.vote_begins[self._memory.votes % _BEGINS] = time.monotonic()
 
     def __exit__(self, *_: object) -> None:
         memory = self._memory

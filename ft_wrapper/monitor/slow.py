@@ -26,6 +26,7 @@ from .lateness import (
     Signs,
     cause_of,
     held_back,
+    is_links_victim,
     typical,
 )
 from .look import is_held, processor_times, throttled_for
@@ -33,7 +34,7 @@ from .shared_memory import RankMemory
 
 log = logging.getLogger(__name__)
 
-_EVERY = 0.2  # seconds between two questions to a rank, at least: an answer takes it some 0.3 ms
+_EVERY = 0.4  # seconds between two questions to a rank, at least: an answer takes it 0.3 to 0.8 ms
 _STEPS = 10  # between two questions
 _REMEMBERED = 48  # collectives between two questions: flight recorder remembers 64
 _PULSES = 3  # stops by a signal; fewer are somebody's who looks at the process
@@ -99,7 +100,7 @@ class PacedRank:
 
     def __post_init__(self) -> None:
         self.last: StepTimings | None = None
-        self.run_ups: dict[int, float] = {}
+        self.steps: dict[int, tuple[float, float]] = {}
         self._samples: collections.deque[_Sample] = collections.deque()
         self._stops: collections.deque[tuple[float, bool]] = collections.deque()
         self._stands: collections.deque[tuple[float, str, bool]] = collections.deque()
@@ -107,7 +108,7 @@ class PacedRank:
     def heard(self, said: StepTimings, now: float) -> None:
         """Notes an answer."""
         self.last = said
-        self.run_ups |= said.run_ups
+        self.steps |= said.steps
         self._stands.append((now, said.words, said.in_loader))
         with contextlib.suppress(OSError):
             self._samples.append(_Sample(now, *processor_times(self.pid), throttled_for(self.pid)))
@@ -129,7 +130,9 @@ class PacedRank:
         stops = [each for _, each in self._stops]
         is_once = self.slow is None and sum(b and not a for a, b in itertools.pairwise(stops)) < _PULSES
         stopped = 0.0 if is_once else statistics.mean(stops)
-        return Signs(run, waited, throttled, stopped, statistics.mean(each for _, _, each in self._stands))
+        loader = statistics.mean(each for _, _, each in self._stands)
+        own = statistics.mean(bool(words) for _, words, _ in self._stands)
+        return Signs(run, waited, throttled, stopped, loader, own)
 
     def stands(self) -> str:
         """The line where it was seen most often while it did not wait for other ranks."""
@@ -167,7 +170,8 @@ class SlowRanks:
         """
         if self._n != (n, len(ranks)):
             yield from self.end(ranks, now)
-            self._n, self._lateness, self._last = (n, len(ranks)), Lateness(), 0
+            self._n, self._last = (n, len(ranks)), 0
+            self._lateness, self._at_vote = Lateness(), Lateness()
             self._compared, self._lost, self._signs, self._usual = 0, 0, Signs(), Pace(0.0, Signs())
             self._behind: collections.deque[float] = collections.deque(maxlen=2)
         answers = [one.last for one in ranks if one.last is not None]
@@ -190,7 +194,7 @@ class SlowRanks:
             Those that were slow.
         """
         for one in ranks:
-            one.run_ups, one.last = {}, None
+            one.steps, one.last = {}, None
             if one.slow is not None:
                 one.slow, one.is_lasting = None, False
                 yield one
@@ -207,17 +211,20 @@ class SlowRanks:
             self._behind.append((self._lateness.usual - usual.run_up) / self._step)
 
     def _compare(self, ranks: Sequence[PacedRank], step: float, now: float) -> Iterator[PacedRank]:
-        common = sorted(set[int].intersection(*(set(one.run_ups) for one in ranks)))
+        common = sorted(set[int].intersection(*(set(one.steps) for one in ranks)))
         common = [n for n in common if n > self._last]
         if not common or not step:
             return
         for n in common:
-            self._lateness.step({place: one.run_ups[n] for place, one in enumerate(ranks)}, step, now)
+            took = {place: one.steps[n] for place, one in enumerate(ranks)}
+            self._lateness.step({place: run_up for place, (run_up, _) in took.items()}, step, now)
+            # Who comes late waits least.
+            self._at_vote.step({place: -voted for place, (_, voted) in took.items()}, step, now)
         self._compared += len(common)
         self._lost += common[-1] - self._last - len(common) if self._last else 0
         self._last = common[-1]
         for one in ranks:
-            one.run_ups = {n: each for n, each in one.run_ups.items() if n > self._last}
+            one.steps = {n: each for n, each in one.steps.items() if n > self._last}
         self._say_losses(ranks)
         signs = [one.signs() for one in ranks]
         usual, named = typical(signs), dict(self._lateness.named)
@@ -232,12 +239,16 @@ class SlowRanks:
             held = held_back(signs[place], usual)
             if held > HELD_BACK[one.slow is not None]:
                 named[place] = max(held, named.get(place, 0.0))
+            late = self._at_vote.named.get(place, 0.0)
+            is_link = place not in named and late > 0 and is_links_victim(signs[place], usual, late)
+            if is_link:
+                named[place] = late
             if place not in named:
                 if one.slow is not None:
                     one.slow, one.is_lasting = None, False
                     yield one
                 continue
-            cause = cause_of(signs[place], usual, named[place])
+            cause = Cause.LINK if is_link else cause_of(signs[place], usual, named[place])
             if cause is None:
                 self._say(f"all ranks of this node wait for a processor for {usual.waited:.0%} of the time")
                 continue
@@ -247,7 +258,9 @@ class SlowRanks:
                 yield one
             one.cost += named[place] * step * len(common)
             one.since = one.since[0], one.since[1] + len(common)
-            if not one.is_lasting and one.since[1] >= _STEPS_UNTIL and now - one.since[0] >= _UNTIL:
+            if is_link or one.is_lasting:
+                continue
+            if one.since[1] >= _STEPS_UNTIL and now - one.since[0] >= _UNTIL:
                 one.slow = SlowRank(named[place], step, cause.name.lower(), one.stands())
                 one.is_lasting = True
                 yield one

@@ -55,7 +55,7 @@ LINES = {
     # Slow ranks: monitor 295, torch_groups 22, restart 4.
     "protocol": Budget(2185, 2282),
     "store": Budget(1670, 1829),
-    "monitor": Budget(2260, 3673),
+    "monitor": Budget(2260, 3697),
     "torch_groups": Budget(1185, 1333),
     "rendezvous": Budget(1715),
     "agent": Budget(3305, 3780),

@@ -8,7 +8,17 @@ from collections.abc import Callable
 
 import pytest
 
-from ft_wrapper.monitor.lateness import Cause, Lateness, Pace, Signs, cause_of, held_back, typical, usual_pace
+from ft_wrapper.monitor.lateness import (
+    Cause,
+    Lateness,
+    Pace,
+    Signs,
+    cause_of,
+    held_back,
+    is_links_victim,
+    typical,
+    usual_pace,
+)
 
 STEP = 0.04
 RANKS = 4
@@ -89,7 +99,7 @@ USUAL = Signs(run=0.2, waited=0.05)
         (USUAL._replace(waited=0.2, throttled=0.3), Cause.THROTTLED),
         (USUAL._replace(stopped=0.15), Cause.STOPPED),
         (USUAL._replace(loader=0.2), Cause.LOADER),
-        (USUAL._replace(run=0.4, loader=0.2), Cause.WORKS),
+        (USUAL._replace(waited=0.2, loader=0.2), Cause.LOADER),
     ],
 )
 def test_the_cause(mine: Signs, cause: Cause) -> None:
@@ -111,3 +121,16 @@ def test_what_is_usual_in_a_job_is_the_median_of_its_nodes() -> None:
     paces = [Pace(run_up, Signs(run=run_up * 10)) for run_up in (0.02, 0.05, 0.01)]
     assert usual_pace(paces) == Pace(0.02, Signs(run=0.2))
     assert Pace.from_json(paces[0].to_json()) == paces[0]
+
+
+@pytest.mark.parametrize(
+    ("mine", "is_victim"),
+    [
+        (USUAL, True),
+        (USUAL._replace(run=0.4), False),
+        (USUAL._replace(waited=0.3), False),
+        (USUAL._replace(own=0.3), False),
+    ],
+)
+def test_a_links_victim_has_only_waited(mine: Signs, is_victim: bool) -> None:
+    assert is_links_victim(mine, USUAL, 0.2) is is_victim
