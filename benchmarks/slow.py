@@ -33,6 +33,7 @@ CAUSES = {
     "none": (),
     "sleepers": (),  # also healthy: ranks that mostly sleep
     "sleep10": ("asleep",),
+    "sleep15%": ("asleep",),  # of a step
     "sleep5": ("asleep",),
     "two": ("asleep",),
     "gc": ("works",),
@@ -81,14 +82,19 @@ def rank_main(folder: Path, kind: str, mode: str, slow: list[int], steps: int) -
         loader = (
             iter(torch.utils.data.DataLoader(Slowly(me in slow), num_workers=1)) if kind == "loader" else None
         )
+        began = usual = 0.0
         for step in live.steps(steps):
+            if step == 20:
+                began = time.monotonic()
             if step == BEGIN:
+                usual = (time.monotonic() - began) / (BEGIN - 20)
                 (folder / f"begun.{me}").touch()
             is_slow = me in slow and step >= BEGIN
             if loader is not None:
                 next(loader)
             if is_slow and (kind.startswith("sleep") or kind == "two"):
-                time.sleep(0.005 if kind == "sleep5" else 0.015 if kind == "two" else 0.01)
+                naps = {"sleep5": 0.005, "two": 0.015, "sleep15%": 0.15 * usual}
+                time.sleep(naps.get(kind, 0.01))
             if is_slow and kind == "gc":
                 junk = junk or [[each] for each in range(1_500_000)]
                 if step % 5 == 0:

@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 WINDOW = 30  # steps
 HOLD = 3.0  # seconds
-HELD_BACK = 0.08, 0.04  # of the time: until a rank is slow, and until it no longer is
 # Of a step. Steady: mean excess, and by how much it is behind in most steps. Bursts: the same, and two steps.
 STEADY, _BEHIND = 0.08, 0.05
 _BURSTS, _FAR = 0.10, 0.5
@@ -67,16 +66,14 @@ def typical(signs: Iterable[Signs]) -> Signs:
     return Signs(*map(lower_median, zip(*signs, strict=True)))
 
 
-def cause_of(mine: Signs, usual: Signs, excess: float) -> Cause | None:
-    """Why a rank is slow; None if all ranks wait for processors, so that none can be blamed.
+def cause_of(mine: Signs, usual: Signs, excess: float) -> Cause:
+    """Why a rank is slow.
 
     Args:
         mine: of this rank.
         usual: of a typical rank.
         excess: what the rank costs each step, as a share of it.
     """
-    if usual.waited > STARVED:
-        return None
     more = Signs(*(own - other for own, other in zip(mine, usual, strict=True)))
     if more.throttled > excess / 2:
         return Cause.THROTTLED
@@ -89,17 +86,6 @@ def cause_of(mine: Signs, usual: Signs, excess: float) -> Cause | None:
     if more.waited > excess / 2:
         return Cause.PROCESSOR
     return Cause.ASLEEP
-
-
-def is_links_victim(mine: Signs, usual: Signs, excess: float) -> bool:
-    """Whether a rank that is late at the vote alone has waited for data meanwhile, and has done nothing else.
-
-    Args:
-        mine: of this rank.
-        usual: of a typical rank.
-        excess: by how much it comes later, as a share of a step.
-    """
-    return not any(own - other > excess / 2 for own, other in zip(mine, usual, strict=True))
 
 
 class Pace(NamedTuple):
@@ -130,16 +116,32 @@ def usual_pace(paces: Iterable[Pace]) -> Pace:
     return Pace(lower_median(one.run_up for one in paces), typical(one.signs for one in paces))
 
 
-def held_back(mine: Signs, usual: Signs) -> float:
-    """For which share of the time a rank alone is kept from running, whenever it would run.
+def limit(*, is_slow: bool) -> float:
+    """From which share of a step on a rank counts as slow; less if it does already."""
+    return STEADY / 2 if is_slow else STEADY
 
-    Lateness at the first collective alone missed a third of such ranks, whose run-ups were short.
+
+def judge(
+    late: float, at_vote: float, mine: Signs, usual: Signs, *, is_slow: bool
+) -> tuple[float, Cause] | None:
+    """What a rank costs each step, as a share of it, and why; None if it is not slow.
+
+    A rank that is kept from running is slow whenever it would run. The first collective alone missed a third
+    of such ranks, whose run-ups were short. A rank that is late at the vote alone, and has only waited for
+    data meanwhile, is a link's victim.
 
     Args:
+        late: the excess at the first collective, of a rank that `Lateness` names; otherwise 0.0.
+        at_vote: the same at the vote.
         mine: of this rank.
         usual: of a typical rank.
+        is_slow: whether it was slow until now.
     """
-    return max(mine.throttled - usual.throttled, mine.stopped - usual.stopped)
+    more = [own - other for own, other in zip(mine, usual, strict=True)]
+    held = max(mine.throttled - usual.throttled, mine.stopped - usual.stopped)
+    if late or held > limit(is_slow=is_slow):
+        return max(late, held), cause_of(mine, usual, max(late, held))
+    return (at_vote, Cause.LINK) if at_vote and max(more) < at_vote / 2 else None
 
 
 class Lateness:

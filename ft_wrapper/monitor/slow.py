@@ -15,20 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from .evidence import StepTimings
-from .lateness import (
-    HELD_BACK,
-    HOLD,
-    STEADY,
-    WINDOW,
-    Cause,
-    Lateness,
-    Pace,
-    Signs,
-    cause_of,
-    held_back,
-    is_links_victim,
-    typical,
-)
+from .lateness import HOLD, STARVED, STEADY, WINDOW, Cause, Lateness, Pace, Signs, judge, limit, typical
 from .look import is_held, processor_times, throttled_for
 from .shared_memory import RankMemory
 
@@ -139,6 +126,20 @@ class PacedRank:
         often = collections.Counter(words for _, words, _ in self._stands if words).most_common(1)
         return often[0][0] if often else ""
 
+    def goes_on(self, slow: SlowRank, steps: int, now: float) -> bool:
+        """Notes that it was slow for some more steps; returns whether that is news."""
+        begins = self.slow is None
+        if begins:
+            self.since, self.cost = (now, 0), 0.0
+        self.cost += slow.share * slow.step * steps
+        self.since = self.since[0], self.since[1] + steps
+        is_long = self.since[1] >= _STEPS_UNTIL and now - self.since[0] >= _UNTIL
+        lasts = is_long and not self.is_lasting and slow.cause != Cause.LINK.name.lower()
+        self.is_lasting |= lasts
+        if begins or lasts:
+            self.slow = slow._replace(words=self.stands())
+        return begins or lasts
+
 
 class SlowRanks:
     """Which ranks of a node are slow in the present iteration.
@@ -211,72 +212,45 @@ class SlowRanks:
             self._behind.append((self._lateness.usual - usual.run_up) / self._step)
 
     def _compare(self, ranks: Sequence[PacedRank], step: float, now: float) -> Iterator[PacedRank]:
-        common = sorted(set[int].intersection(*(set(one.steps) for one in ranks)))
-        common = [n for n in common if n > self._last]
+        """Compares the steps that all ranks have answered for."""
+        known = set[int].intersection(*(set(one.steps) for one in ranks))
+        common = sorted(n for n in known if n > self._last)
         if not common or not step:
             return
         for n in common:
-            took = {place: one.steps[n] for place, one in enumerate(ranks)}
-            self._lateness.step({place: run_up for place, (run_up, _) in took.items()}, step, now)
-            # Who comes late waits least.
-            self._at_vote.step({place: -voted for place, (_, voted) in took.items()}, step, now)
-        self._compared += len(common)
+            self._lateness.step({place: one.steps[n][0] for place, one in enumerate(ranks)}, step, now)
+            # The rank that comes last waits least.
+            self._at_vote.step({place: -one.steps[n][1] for place, one in enumerate(ranks)}, step, now)
         self._lost += common[-1] - self._last - len(common) if self._last else 0
-        self._last = common[-1]
-        for one in ranks:
-            one.steps = {n: each for n, each in one.steps.items() if n > self._last}
-        self._say_losses(ranks)
+        self._compared, self._last = self._compared + len(common), common[-1]
         signs = [one.signs() for one in ranks]
-        usual, named = typical(signs), dict(self._lateness.named)
-        self._signs = usual
-        behind = min(self._behind) if len(self._behind) == 2 else 0.0
+        usual = self._signs = typical(signs)
+        late, behind = dict(self._lateness.named), min(self._behind) if len(self._behind) == 2 else 0.0
         if behind > STEADY / 2:  # all ranks of this node are late
             usual = self._usual.signs
-            costs = {place: behind + self._lateness.excess(place) for place in range(len(ranks))}
-            limits = (STEADY / 2 if one.slow else STEADY for one in ranks)
-            named |= {place: costs[place] for place, limit in enumerate(limits) if costs[place] > limit}
+            costs = [behind + self._lateness.excess(place) for place in range(len(ranks))]
+            slow = [one.slow is not None for one in ranks]
+            late |= {place: cost for place, cost in enumerate(costs) if cost > limit(is_slow=slow[place])}
         for place, one in enumerate(ranks):
-            held = held_back(signs[place], usual)
-            if held > HELD_BACK[one.slow is not None]:
-                named[place] = max(held, named.get(place, 0.0))
-            late = self._at_vote.named.get(place, 0.0)
-            is_link = place not in named and late > 0 and is_links_victim(signs[place], usual, late)
-            if is_link:
-                named[place] = late
-            if place not in named:
+            one.steps = {n: each for n, each in one.steps.items() if n > self._last}
+            own = late.get(place, 0.0), self._at_vote.named.get(place, 0.0)
+            found = judge(*own, signs[place], usual, is_slow=one.slow is not None)
+            if found is None:
                 if one.slow is not None:
                     one.slow, one.is_lasting = None, False
                     yield one
-                continue
-            cause = Cause.LINK if is_link else cause_of(signs[place], usual, named[place])
-            if cause is None:
-                self._say(f"all ranks of this node wait for a processor for {usual.waited:.0%} of the time")
-                continue
-            if one.slow is None:
-                one.since, one.cost = (now, 0), 0.0
-                one.slow = SlowRank(named[place], step, cause.name.lower(), one.stands())
+            elif usual.waited > STARVED:
+                share = f"{usual.waited:.0%}"
+                self._say("all", f"all ranks of this node wait for a processor for {share} of the time")
+            elif one.goes_on(SlowRank(found[0], step, found[1].name.lower()), len(common), now):
                 yield one
-            one.cost += named[place] * step * len(common)
-            one.since = one.since[0], one.since[1] + len(common)
-            if is_link or one.is_lasting:
-                continue
-            if one.since[1] >= _STEPS_UNTIL and now - one.since[0] >= _UNTIL:
-                one.slow = SlowRank(named[place], step, cause.name.lower(), one.stands())
-                one.is_lasting = True
-                yield one
+        each = max(one.last.collectives for one in ranks if one.last is not None)
+        if each > _KNOWN and self._compared + self._lost > _ENOUGH and self._lost > self._compared:
+            words = "slow ranks are found late: %d of %d steps were forgotten, each with some %d collectives;"
+            words %= self._lost, self._compared + self._lost, each
+            self._say("lost", f"{words} set TORCH_FR_BUFFER_SIZE=256")
 
-    def _say_losses(self, ranks: Sequence[PacedRank]) -> None:
-        if self._compared + self._lost >= _ENOUGH and self._lost > self._compared:
-            each = max(one.last.collectives for one in ranks if one.last is not None)
-            if each <= _KNOWN:
-                return  # they were votes without a collective
-            self._say(
-                f"slow ranks are found later, or not: {self._lost} of {self._compared + self._lost} steps, "
-                f"each with some {each:.0f} collectives, were forgotten; set TORCH_FR_BUFFER_SIZE=256"
-            )
-
-    def _say(self, words: str) -> None:
-        kind = words[:30]
+    def _say(self, kind: str, words: str) -> None:
         if kind not in self._has_said:
             self._has_said.add(kind)
             log.warning("%s", words)

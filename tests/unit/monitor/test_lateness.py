@@ -8,17 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ft_wrapper.monitor.lateness import (
-    Cause,
-    Lateness,
-    Pace,
-    Signs,
-    cause_of,
-    held_back,
-    is_links_victim,
-    typical,
-    usual_pace,
-)
+from ft_wrapper.monitor.lateness import Cause, Lateness, Pace, Signs, cause_of, judge, usual_pace
 
 STEP = 0.04
 RANKS = 4
@@ -106,15 +96,28 @@ def test_the_cause(mine: Signs, cause: Cause) -> None:
     assert cause_of(mine, USUAL, 0.2) is cause
 
 
-def test_no_rank_is_to_blame_for_a_lack_of_processors() -> None:
-    usual = typical([Signs(waited=each) for each in (0.2, 0.3, 0.4, 0.5)])
-    assert cause_of(Signs(waited=0.5), usual, 0.2) is None
+@pytest.mark.parametrize(
+    ("mine", "found"),
+    [
+        (USUAL._replace(throttled=0.3), (0.3, Cause.THROTTLED)),
+        (USUAL._replace(stopped=0.2, waited=0.9), (0.2, Cause.STOPPED)),
+        (USUAL._replace(throttled=0.07), None),
+        (USUAL, None),
+    ],
+)
+def test_a_rank_that_is_kept_from_running_alone_is_slow(
+    mine: Signs, found: tuple[float, Cause] | None
+) -> None:
+    if found is not None:
+        found = pytest.approx(found[0]), found[1]
+    assert judge(0.0, 0.0, mine, USUAL, is_slow=False) == found
+    assert judge(0.0, 0.0, mine, mine, is_slow=False) is None, "all are throttled alike"
 
 
-def test_a_rank_that_is_kept_from_running_alone_is_held_back() -> None:
-    assert held_back(Signs(throttled=0.3), Signs()) == pytest.approx(0.3)
-    assert held_back(Signs(throttled=0.3), Signs(throttled=0.3)) == 0.0
-    assert held_back(Signs(stopped=0.2, waited=0.9), Signs(waited=0.1)) == pytest.approx(0.2)
+def test_a_slow_rank_stays_slow_at_half_of_what_made_it_slow() -> None:
+    for held, is_slow in ((0.07, True), (0.03, True), (0.07, False)):
+        mine = USUAL._replace(throttled=held)
+        assert bool(judge(0.0, 0.0, mine, USUAL, is_slow=is_slow)) == (is_slow and held > 0.04)
 
 
 def test_what_is_usual_in_a_job_is_the_median_of_its_nodes() -> None:
@@ -132,5 +135,6 @@ def test_what_is_usual_in_a_job_is_the_median_of_its_nodes() -> None:
         (USUAL._replace(own=0.3), False),
     ],
 )
-def test_a_links_victim_has_only_waited(mine: Signs, is_victim: bool) -> None:
-    assert is_links_victim(mine, USUAL, 0.2) is is_victim
+def test_a_links_victim_is_late_at_the_vote_alone_and_has_only_waited(mine: Signs, is_victim: bool) -> None:
+    assert judge(0.0, 0.2, mine, USUAL, is_slow=False) == ((0.2, Cause.LINK) if is_victim else None)
+    assert judge(0.2, 0.2, USUAL, USUAL, is_slow=False) == (0.2, Cause.ASLEEP)
