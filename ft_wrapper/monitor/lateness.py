@@ -122,7 +122,7 @@ def limit(*, is_slow: bool) -> float:
 
 
 def judge(
-    late: float, at_vote: float, mine: Signs, usual: Signs, *, is_slow: bool
+    late: float | None, at_vote: float | None, mine: Signs, usual: Signs, *, is_slow: bool
 ) -> tuple[float, Cause] | None:
     """What a rank costs each step, as a share of it, and why; None if it is not slow.
 
@@ -131,7 +131,7 @@ def judge(
     data meanwhile, is a link's victim.
 
     Args:
-        late: the excess at the first collective, of a rank that `Lateness` names; otherwise 0.0.
+        late: the excess at the first collective, of a rank that `Lateness` names; otherwise None.
         at_vote: the same at the vote.
         mine: of this rank.
         usual: of a typical rank.
@@ -139,16 +139,17 @@ def judge(
     """
     more = [own - other for own, other in zip(mine, usual, strict=True)]
     held = max(mine.throttled - usual.throttled, mine.stopped - usual.stopped)
-    if late or held > limit(is_slow=is_slow):
-        return max(late, held), cause_of(mine, usual, max(late, held))
-    return (at_vote, Cause.LINK) if at_vote and max(more) < at_vote / 2 else None
+    if late is not None or held > limit(is_slow=is_slow):
+        share = max(late or 0.0, held)
+        return share, cause_of(mine, usual, share)
+    return (at_vote, Cause.LINK) if at_vote is not None and max(more) < at_vote / 2 else None
 
 
 class Lateness:
     """How late each of some ranks is.
 
     Attributes:
-        named: the ranks that are slow, each with the excess of its last windows.
+        named: the ranks that are slow, each with its excess.
         usual: the mean of the typical rank's run-ups, in seconds; None before 30 steps.
     """
 
@@ -185,8 +186,8 @@ class Lateness:
         self.named = {rank: self.excess(rank) for rank in run_ups if self._holds(rank)}
 
     def excess(self, rank: int) -> float:
-        """What a rank cost each step lately, as a share of it."""
-        return sum(excess[rank] for _, excess, _ in self._windows) / max(1, len(self._windows))
+        """What a rank cost each of the last 30 steps, as a share of it."""
+        return max(0.0, self._windows[-1][1][rank]) if self._windows else 0.0
 
     def _holds(self, rank: int) -> bool:
         share = sum(rank in slow for _, _, slow in self._windows) / len(self._windows)

@@ -233,7 +233,7 @@ class SlowRanks:
             late |= {place: cost for place, cost in enumerate(costs) if cost > limit(is_slow=slow[place])}
         for place, one in enumerate(ranks):
             one.steps = {n: each for n, each in one.steps.items() if n > self._last}
-            own = late.get(place, 0.0), self._at_vote.named.get(place, 0.0)
+            own = late.get(place), self._at_vote.named.get(place)
             found = judge(*own, signs[place], usual, is_slow=one.slow is not None)
             if found is None:
                 if one.slow is not None:

@@ -15,9 +15,13 @@ SLOW = 2
 JOB = """
     import os, sys, time, torch
     import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
     from ft_wrapper import CallWrapper, Limits, LiveState, Wrapper
 
     folder, slot, active = sys.argv[1], int(os.environ["RANK"]), int(os.environ.get("ACTIVE", "3"))
+
+    sharded, kept = "SHARDED" in os.environ, {}
 
     def exists(name):
         return os.path.exists(f"{folder}/{name}")
@@ -31,7 +35,9 @@ JOB = """
 
     def build():
         torch.manual_seed(0)
-        model = torch.nn.Linear(4, 1)
+        model = torch.nn.Linear(4, 3)
+        if sharded:
+            fully_shard(model, mesh=kept["mesh"])
         return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
 
     on = {"call": on_slow, "replace": "replace"}.get(os.environ.get("ON_SLOW"))
@@ -40,7 +46,9 @@ JOB = """
     @Wrapper(rejoin=True, active_world_size=active, heartbeat_timeout=60, limits=limits)
     def train(call_wrapper: CallWrapper = None):
         dist.init_process_group("gloo")
-        live = LiveState(call_wrapper, build)
+        if sharded:
+            kept["mesh"] = init_device_mesh("cpu", (3,))
+        live = LiveState(call_wrapper, build, **kept)
         say(f"begins at {live.step} lost {live.plan.lost}")
         for step in live.steps(10**9):
             time.sleep(0.02)
@@ -121,3 +129,11 @@ def test_a_node_whose_only_rank_is_slow_is_named(tmp_path: Path) -> None:
         assert [node.end() for node in nodes] == [0, 0, 0], nodes[0].said
     begins, ends = next(filter(None, (node.events("slow") for node in nodes)))
     assert begins["slot"] == SLOW and begins["cause"] == "asleep" and "cause" not in ends
+
+
+def test_a_slow_rank_stays_if_no_other_rank_has_its_shard(tmp_path: Path) -> None:
+    with start(tmp_path, nproc=4, ON_SLOW="replace", SHARDED="1") as job:
+        await_that(lambda: "or no other rank has its shard" in job.said, job)
+        (tmp_path / "finish").touch()
+        assert job.end() == 0, job.said
+    assert not job.events("restarted")
