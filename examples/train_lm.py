@@ -351,8 +351,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--live", action="store_true", help="keep the state in the processes that survive")
     add("--active", type=int, help="ranks that train; the others are hot spares (default: all train)")
     add("--min-ranks", type=int, default=1, help="with fewer ranks than this the others wait for more")
-    add("--soft-timeout", type=float, default="auto", help="seconds without progress until all restart")
-    add("--hard-timeout", type=float, default="auto", help="seconds without progress until a rank is killed")
+    add("--soft-timeout", type=float, help="seconds without progress until all restart (default: auto)")
+    add("--hard-timeout", type=float, help="the same until a rank is killed (default: auto)")
     add("--heartbeat-timeout", type=float, default=30, help="seconds of silence until a rank counts as lost")
     add("--stop-file", type=Path, help="end at the next checkpoint once this file is there")
     add("--run-id", default=default_run_id(), help="name of this run, new whenever all ranks restart")
@@ -379,8 +379,8 @@ def main() -> None:
 
     wrapped = Wrapper(
         active_world_size=args.active,
-        soft_timeout=args.soft_timeout,
-        hard_timeout=args.hard_timeout,
+        soft_timeout=args.soft_timeout or "auto",
+        hard_timeout=args.hard_timeout or "auto",
         heartbeat_timeout=args.heartbeat_timeout,
         min_world_size=args.min_ranks,
         rejoin=True,

@@ -12,6 +12,7 @@ from . import store as store
 from . import terminate as terminate
 from .compose import Compose as Compose
 from .live import LiveState as LiveState
+from .monitor.slow import SlowRank as SlowRank
 from .restart.report import RestartReport as RestartReport
 from .restart.settings import Limits as Limits
 from .state import FrozenState as FrozenState

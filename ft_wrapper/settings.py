@@ -275,9 +275,11 @@ class AllLimits(MainLimits, RareLimits):
 
     Args:
         replaced: whether an agent replaces this process if it dies. The agent sets this.
+        replaces_slow: whether a spare takes over from a rank that is slow.
     """
 
     replaced: bool = False
+    replaces_slow: bool = False
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "AllLimits":

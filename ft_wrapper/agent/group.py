@@ -195,6 +195,7 @@ class RankMetrics:
         iteration: the newest one, by its global number; None before there is one.
         step: the last one that was reported; None before that.
         progress: when a rank made progress last, in monotonic seconds; None before that.
+        slow: what the slowest rank costs each step, as a share of it; 0.0 if none is slow.
         restarts: by what caused them.
         phases: how long restarts took, by `PHASES`.
     """
@@ -205,6 +206,7 @@ class RankMetrics:
         self.iteration: int | None = None
         self.step: int | None = None
         self.progress: float | None = None
+        self.slow = 0.0
         self.restarts = collections.Counter[str]()
         self.phases = {phase: Histogram() for phase in PHASES}
         self._lock = threading.Lock()
@@ -230,6 +232,8 @@ class RankMetrics:
             )
             memories = [memory for memory, _ in ranks if memory is not None and memory.iteration >= 0]
             self.iteration = max((memory.iteration for memory in memories), default=self.iteration)
+            in_call = [memory for memory, is_in_call in ranks if memory is not None and is_in_call]
+            self.slow = max((memory.slow for memory in in_call), default=0.0)
             # A step of the newest iteration counts, even if an older one got further.
             told = [(memory.iteration, memory.step) for memory in memories]
             steps = [(n, step) for n, step in told if step is not None]

@@ -79,6 +79,7 @@ class _Collector:
         yield gauge("step", "The step reported last", known.step)
         since = None if known.progress is None else time.time() - (time.monotonic() - known.progress)
         yield gauge("last_progress_timestamp_seconds", "When a rank made progress last", since)
+        yield gauge("slow_share", "What the slowest rank costs each step, as a share of it", known.slow)
         counts, left = self._group.counts, self._group.remaining_restarts
         yield counter("replacements", "Processes started in place of others", counts.replacements)
         yield gauge("nodes", "Nodes of the job", self._node_states(), "state")

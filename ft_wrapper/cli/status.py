@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from ..attribution import Interruption
 from ..protocol import Agreement, keys
-from ..protocol.operations import Operations
+from ..protocol.operations import Operations, read_log
 from ..protocol.records import FAULT
 from ..rendezvous.record import Node, NodePlace, QuarantinedNode, RendezvousRecord
 from ..report import table
@@ -90,6 +90,7 @@ class Status:
         nodes: all nodes that have or had a place in the rendezvous, and those that are kept out; none if its
             store was not asked.
         last_notice: who asked for a checkpoint last, and why; empty if there was no notice.
+        slow: each rank that is slow now: how slow, and why.
     """
 
     state: str
@@ -101,6 +102,7 @@ class Status:
     last_faults: str | None = None
     nodes: tuple[NodeStatus, ...] = ()
     last_notice: str = ""
+    slow: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         """All of it, as one JSON object."""
@@ -118,6 +120,7 @@ class Status:
         fields["ranks"] = tuple(RankStatus(**rank) for rank in fields["ranks"])
         nodes = (node | {"slots": node["slots"] and tuple(node["slots"])} for node in fields["nodes"])
         fields["nodes"] = tuple(NodeStatus(**node) for node in nodes)
+        fields["slow"] = tuple(fields["slow"])
         return cls(**fields)
 
     def to_text(self) -> str:
@@ -137,7 +140,7 @@ class Status:
         lines += table(rows, "  ")
         if self.last_faults is not None:
             lines.append(f"last fault: {self.last_faults}")
-        return lines
+        return lines + [f"slow: {one}" for one in self.slow]
 
     def _of_the_nodes(self) -> list[str]:
         if not self.nodes:
@@ -182,7 +185,9 @@ def read_status(store: Operations) -> Status:
         where = (places.get(str(member)), host, pid or None)
         ranks.append(RankStatus(member.slot, member.incarnation, *where, left.get(member, "")))
     active, cause = agreement.entering.active_in(n) or None, describe_faults(faults) if faults else None
-    return Status(state, view.call, n, len(members), active, tuple(ranks), cause)
+    slow = dict[int, str](json.loads(entry) for entry in read_log(store, keys.slow(n)))
+    lines = tuple(filter(None, slow.values()))
+    return Status(state, view.call, n, len(members), active, tuple(ranks), cause, slow=lines)
 
 
 def watch(

@@ -244,7 +244,9 @@ class TorchPerformer(Performer):
             difference = checks.first_difference(self._gather(outline))
             raise JobAbort(f"the ranks do not build the same state: {difference}")
         self._ballot.open(addresses)
-        return [*map(holding_of, holdings)], Register(*registers[0])
+        held = [*map(holding_of, holdings)]
+        self._services.memory.is_only_holder = sum(one.needs == mine.needs for one in held) == 1
+        return held, Register(*registers[0])
 
     def copies(self) -> tuple[Copy, ...]:
         """See `Performer`."""

@@ -53,6 +53,9 @@ class Kind(enum.Enum):
 
 #: Ranks of these kinds have a reason, so only timeouts end them; and what they take is not learned.
 EXPLAINED = (Kind.TRACED, Kind.FILE, Kind.COMPILES, Kind.LOADER)
+#: The questions to a rank: where the function's thread stands, and how its last steps went. The third says
+#: that it is slow, and gets no answer.
+WHERE, STEPS, IS_SLOW = b"?", b"s", b"!"
 _STILL = (Kind.STUCK, Kind.STOPPED)
 
 
@@ -81,6 +84,25 @@ class Whereabouts:
     begun: Mapping[str, int] = dataclasses.field(default_factory=dict)
     compiles: bool = False
     worker: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTimings:
+    """What a rank knows of its last steps.
+
+    Args:
+        steps: by number, seconds from the begin of each step to the first collective, and of the vote before.
+        step: what a step takes, in seconds; 0.0 if that is not known.
+        collectives: how many a step has.
+        words: where the function's thread stands; empty while it waits for other ranks.
+        in_loader: whether it waits for a loader's worker.
+    """
+
+    steps: Mapping[int, tuple[float, float]]
+    step: float
+    collectives: float
+    words: str
+    in_loader: bool
 
 
 class Hold(NamedTuple):

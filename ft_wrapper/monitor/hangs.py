@@ -26,9 +26,25 @@ from ..protocol.records import View
 from ..settings import AllLimits
 from ..store.bounded import in_background
 from . import evidence
-from .evidence import END, VOTE, Claim, Hold, Kind, StepTimes, Suspect, Wait, WaitingRanks, Whereabouts
+from .evidence import (
+    END,
+    STEPS,
+    VOTE,
+    WHERE,
+    Claim,
+    Hold,
+    Kind,
+    StepTimes,
+    StepTimings,
+    Suspect,
+    Wait,
+    WaitingRanks,
+    Whereabouts,
+)
+from .lateness import Pace, usual_pace
 from .look import is_lost, look_at, slices
 from .shared_memory import Phase, RankMemory
+from .slow import PacedRank, SlowRanks
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +63,7 @@ _COMPILES_FOR = 10.0  # seconds without a movement; C++ compilers are children
 _ITSELF = -1
 _ALL_WAIT = "all wait"  # in place of a line
 _PATIENCE = 5.0  # seconds without the store
+_EXCHANGE_EVERY = 10.0  # seconds between two messages to other nodes about slow ranks
 _LONGEST_ANSWER = 1 << 16
 
 
@@ -80,6 +97,9 @@ class WatchedRank(Protocol):
     def accuse(self, accusation: Accusation) -> None:
         """Ends an iteration because of this rank; from any thread."""
 
+    def note_slow(self, slow: PacedRank) -> None:
+        """Notes that the rank has become slow, has been so for long, or has ceased to be."""
+
 
 @dataclasses.dataclass(eq=False)
 class _Watched:
@@ -97,6 +117,7 @@ class _Watched:
         slept: seconds that it was asleep at a line of the user's code, and which.
         accused_at: when it was accused; None before.
         accusation: what was said then.
+        paced: how its steps go.
     """
 
     rank: WatchedRank
@@ -110,6 +131,9 @@ class _Watched:
     slept: tuple[float, str] = (0.0, "")
     accused_at: float | None = None
     accusation: str = ""
+
+    def __post_init__(self) -> None:
+        self.paced = PacedRank(self.rank.memory, self.rank.pid)
 
     def age(self, now: float) -> float:
         """Seconds since the last ping."""
@@ -129,25 +153,27 @@ class _Watched:
             if (seen := slices(self.rank.pid)) != self.slices[0]:
                 self.slices = seen, now
 
-    def ask(self, now: float) -> None:
+    def ask(self, now: float, question: bytes = WHERE) -> None:
         """Hears an answer, if there is one, and asks again."""
-        line = self.rank.questions
+        self.hear(now)
+        if not self.is_asked and (now - self.asked_at >= _ASK_EVERY or question == STEPS):
+            self.is_asked, self.asked_at = True, now if question == WHERE else self.asked_at
+            with contextlib.suppress(OSError):  # the rank leaves its call
+                self.rank.questions.send(question, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+
+    def hear(self, now: float) -> None:
+        """Hears an answer, if there is one."""
         with contextlib.suppress(OSError):
-            try:
-                said = line.recv(_LONGEST_ANSWER, socket.MSG_DONTWAIT)
-                if not said:
-                    return  # the rank leaves its call
-                fields = json.loads(said)
-                self.is_asked = False
+            if not (said := self.rank.questions.recv(_LONGEST_ANSWER, socket.MSG_DONTWAIT)):
+                return  # the rank leaves its call
+            fields, self.is_asked = json.loads(said), False
+            if fields and "steps" in fields:
+                fields["steps"] = {int(n): (*seconds,) for n, seconds in fields["steps"].items()}
+                self.paced.heard(StepTimings(**fields), now)
+            elif self.suspect is not None:
                 if fields:
                     fields["inside"] = fields["inside"] and (*fields["inside"],)
-                if self.suspect is not None:
-                    self.suspect.heard(Whereabouts(**fields) if fields else None, now)
-            except BlockingIOError:
-                pass
-            if not self.is_asked and now - self.asked_at >= _ASK_EVERY:
-                self.is_asked, self.asked_at = True, now
-                line.send(b"?", socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                self.suspect.heard(Whereabouts(**fields) if fields else None, now)
 
     def begin(self, now: float) -> Suspect:
         """Begins a suspicion."""
@@ -215,6 +241,8 @@ class HangWatch:
 
     def __post_init__(self) -> None:
         self.steps = StepTimes()
+        self._slow = SlowRanks()
+        self._exchange_at, self._exchanged_in = 0.0, -1
         self._ranks: dict[WatchedRank, _Watched] = {}
         self._wanted = threading.Condition()
         self._closing = False
@@ -301,18 +329,34 @@ class HangWatch:
         if oldest < threshold:
             self._forget(learns=True)
             self._excuse(False)
+            self._find_slow(watched, now)
             # Once before, so that what is asleep then is known to be so when it is suspected.
             if oldest >= (early := max(threshold - evidence.LIVE.stuck, evidence.SUSPECT_AFTER / 2)):
                 for one in watched:
                     one.note_slices(now)
-                return threshold - oldest
-            return early - oldest if self.steps.median else _IDLE
+                return min(threshold - oldest, max(0.0, self._slow.due - now))
+            first = early - oldest if self.steps.median else _IDLE
+            return min(first, max(0.0, self._slow.due - now))
         if self._suspected_at is None:
             self._suspected_at = now
         for one in watched:
             one.look(now)
         self._judge(watched, now)
         return min(max(_FIRST_GAP, (now - self._suspected_at) / 20), _MOST_GAP)
+
+    def _find_slow(self, watched: Collection[_Watched], now: float) -> None:
+        """Follows the ranks' steps, and says which of them are slow."""
+        of = {one.paced: one for one in watched}
+        for one in watched:
+            one.hear(now)
+
+        def ask() -> None:
+            for one in watched:
+                one.ask(now, STEPS)
+
+        self._exchange(watched, now)
+        for paced in self._slow.turn([*of], self._n, self.steps.median, now, ask):
+            of[paced].rank.note_slow(paced)
 
     @staticmethod
     def _is_watchable(watched: Collection[_Watched]) -> bool:
@@ -513,6 +557,26 @@ class HangWatch:
         names = sorted(set(read_log(store, keys.claims(self._n))))
         said = store.execute([Read(keys.claim(self._n, name)) for name in names])
         return [Claim.from_json(one) for one in said if one]
+
+    def _exchange(self, watched: Collection[_Watched], now: float) -> None:
+        """Says how late this node's ranks are, and reads how late ranks of the job usually are."""
+        memories, pace = [one.rank.memory for one in watched], self._slow.pace
+        if pace is None or now < self._exchange_at or len(watched) == memories[0].active_world_size:
+            return
+        self._exchange_at = now + _EXCHANGE_EVERY
+        store, n = self._open(), self._n
+        steps: list[Step] = [Write({keys.pace(n, self.name): pace.to_json()})]
+        if self._exchanged_in != n:
+            self._exchanged_in = n
+            steps.append(Append(keys.paces(n), self.name))
+        *_, usual = store.execute([*steps, Read(keys.pace(n))])
+        if usual:
+            self._slow.heard(Pace.from_json(usual))
+        if any(memory.active_rank == 0 for memory in memories):
+            names = read_log(store, keys.paces(n))
+            said = store.execute([Read(keys.pace(n, name)) for name in names])
+            job = usual_pace(Pace.from_json(one) for one in said if one)
+            store.execute([Write({keys.pace(n): job.to_json()})])
 
     def _open(self) -> Operations:
         if self._store is None:

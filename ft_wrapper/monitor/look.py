@@ -7,6 +7,7 @@ A thread that neither runs nor is about to run gets no slice of a processor: "as
 
 import contextlib
 import os
+import pathlib
 import stat
 import struct
 from collections.abc import Collection, Iterator
@@ -117,6 +118,39 @@ def slices(pid: int) -> tuple[int, int]:
     """
     run, _, count = _schedule(f"{pid}/task/{pid}")
     return run, count
+
+
+def is_held(pid: int) -> bool:
+    """Whether a signal has stopped a process; False if it has ended."""
+    try:
+        return _state(str(pid))[0] == "T"
+    except OSError:
+        return False
+
+
+def processor_times(pid: int) -> tuple[int, int]:
+    """How long the main thread has run, and has waited for a processor; in nanoseconds.
+
+    Raises:
+        OSError: the process has ended.
+    """
+    run, waited, _ = _schedule(f"{pid}/task/{pid}")
+    return run, waited
+
+
+def throttled_for(pid: int) -> int:
+    """How long the quotas of the process's control groups have throttled it; in nanoseconds."""
+    found = 0
+    for line in _read(f"{pid}/cgroup").splitlines():
+        _, kinds, path = line.split(":", 2)
+        if kinds and "cpu" not in kinds.split(","):
+            continue
+        here = pathlib.Path(f"/sys/fs/cgroup/{kinds}{path}")
+        for group in (here, *here.parents):
+            with contextlib.suppress(OSError):
+                said = dict(each.split() for each in (group / "cpu.stat").read_text().splitlines())
+                found += int(said.get("throttled_time", 0)) + 1000 * int(said.get("throttled_usec", 0))
+    return found
 
 
 def is_lost(pid: int) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 from ..protocol.records import Decision, Member, Record, View
 
 #: Version of the protocol, part of hello: the ranks may run another Python with another ft_wrapper.
-VERSION = 15
+VERSION = 16
 
 _LONGEST = 1 << 16  # bytes of an answer, or of hello
 

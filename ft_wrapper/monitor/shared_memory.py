@@ -8,6 +8,7 @@ The stamps are seconds of ``time.monotonic()``, one clock for all processes of a
 and written in one store. So no reader sees half of a value, and no writer takes a lock.
 """
 
+import array
 import ctypes
 import enum
 import errno
@@ -36,6 +37,7 @@ _NOTICE_TEXT = 100  # characters of each text in it, which JSON may write with s
 _PTHREAD_PROCESS_SHARED = 1
 _PTHREAD_MUTEX_ROBUST = 1
 Step = Callable[[int], None]
+_BEGINS = 64  # steps whose beginning a rank remembers
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
@@ -87,6 +89,10 @@ class RankMemory(ctypes.Structure):
         looks: whether the rank has to look, when a step begins, for what was asked of it.
         notice_stamp: when the newest notice was written; 0.0 if there is none.
         is_life_held: whether the rank is in its call; after its process has ended, whether it ended in one.
+        slow: what the rank costs each step, as a share of it; 0.0 if it is not slow. The monitor writes it.
+        is_only_holder: whether no other active rank holds the same shard of a live state.
+        vote_times: when the last votes ended, in the rank's own object; `vote_begins`: when they began;
+            and `ping_times` of its pings.
 
     Raises:
         RuntimeError: the platform lacks ``memfd_create``.
@@ -102,6 +108,8 @@ class RankMemory(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("dump_signal", "dump_fd", "active_rank", "active_world_size")),
         *((name, ctypes.c_bool) for name in ("active", "is_in_function", "has_restarted", "is_accused")),
         *((name, ctypes.c_bool) for name in ("is_life_held", "leave_requested", "end_requested", "looks")),
+        ("slow", ctypes.c_double),
+        ("is_only_holder", ctypes.c_bool),
         ("_newest", ctypes.c_uint64),
         ("_notices", ctypes.c_char * _NOTICE_SIZE * 2),
     )
@@ -127,6 +135,8 @@ class RankMemory(ctypes.Structure):
     votes: int
     votes_ended: int
     is_accused: bool
+    is_only_holder: bool
+    slow: float
     leave_requested: bool
     end_requested: bool
     looks: bool
@@ -134,6 +144,9 @@ class RankMemory(ctypes.Structure):
     _newest: int
     _notices: Any
     fd: int
+    vote_times: "array.array[float]"
+    vote_begins: "array.array[float]"
+    ping_times: "array.array[float]"
     _owner: tuple[int, int] | None = None  # process and thread that hold the life mutex by this object
 
     def __new__(cls) -> "RankMemory":  # not in memory of ctypes' own
@@ -193,6 +206,8 @@ class RankMemory(ctypes.Structure):
             raise OSError(code, f"mapping {_SIZE} bytes of file descriptor {fd}: {os.strerror(code)}")
         memory = cls.from_address(address)
         memory.fd = fd
+        for name in ("vote_begins", "vote_times", "ping_times"):
+            setattr(memory, name, array.array("d", bytes(8 * _BEGINS)))
         return memory
 
     # ---- life and death
@@ -274,7 +289,7 @@ class RankMemory(ctypes.Structure):
         self._step = _NO_STEP  # before `iteration`, or a watcher would take the old step for a new one
         self.is_in_function, self.has_restarted = False, self.iteration >= 0
         self.pings = self.votes = self.votes_ended = 0
-        self.is_accused = False
+        self.is_accused = self.is_only_holder = False
         self.iteration, self._rank = n, -1
 
     def leave_iteration(self) -> None:
@@ -293,6 +308,21 @@ class RankMemory(ctypes.Structure):
         if step == _NO_STEP:
             return self.ping_stamp > 0.0
         return step != self._first_step or self.ping_stamp > self.step_stamp
+
+    def begins(self) -> list[tuple[int, float, float]]:
+        """When the last steps of this iteration began; only in the rank's own object.
+
+        A step begins when a vote of live state has ended; without that, at a ping.
+
+        Returns:
+            Of each step its number, when it began, and how long the vote before it took; 0.0 for a ping.
+        """
+        last, times, since = self.votes_ended, self.vote_times, self.vote_begins
+        if not self.votes:
+            last, times, since = self.pings, self.ping_times, self.ping_times
+        # Without the oldest one, in whose place a newer one may be written meanwhile.
+        places = ((n, n % _BEGINS) for n in range(max(1, last - _BEGINS + 2), last + 1))
+        return [(n, times[place], times[place] - since[place]) for n, place in places]
 
     def last_step(self) -> dict[str, Any]:
         """The last reported step, and when it began, as fields of an event; empty if there is none."""
@@ -316,6 +346,7 @@ class RankMemory(ctypes.Structure):
             look: called with its number when a step begins, if the rank `looks`.
         """
         now, stamp, pings = time.monotonic, self._view("ping_stamp", "d"), self._view("pings", "Q")
+        times = self.ping_times
         number, began = self._view("_step", "Q"), self._view("step_stamp", "d")
         first = self._view("_first_step", "Q")
         looks = self._view("looks", "?")
@@ -357,6 +388,7 @@ class RankMemory(ctypes.Structure):
 
         def ping(step: int | None = None) -> None:
             stamp[0] = at = now()
+            times[(pings[0] + 1) % _BEGINS] = at
             pings[0] += 1
             if step is None:
                 return
@@ -433,9 +465,12 @@ class Votes:
 
     def __enter__(self) -> None:
         self._memory.votes += 1
+        self._memory.vote_begins[self._memory.votes % _BEGINS] = time.monotonic()
 
     def __exit__(self, *_: object) -> None:
-        self._memory.votes_ended = self._memory.votes
+        memory = self._memory
+        memory.vote_times[memory.votes % _BEGINS] = time.monotonic()
+        memory.votes_ended = memory.votes
 
 
 def _here() -> tuple[int, int]:

@@ -18,7 +18,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from .. import events
@@ -27,7 +27,6 @@ from ..protocol.ends import Ends
 from ..protocol.records import DONE, FAULT
 from ..store import StoreMixin
 from ..store.bounded import in_background
-from .evidence import Whereabouts
 from .frames import forget_frames
 from .interrupt import Interrupter
 from .shared_memory import RankMemory
@@ -36,6 +35,7 @@ log = logging.getLogger(__name__)
 
 _LONG = 86400.0  # seconds; each iteration's notification key is written at its end, so a wait ends earlier
 
+_LONGEST_QUESTION = 4096  # bytes
 _ENDS_WITHIN = 10.0  # seconds; on a busy machine
 _ABORT_AGAIN = 0.25  # seconds after which the function, still inside, is aborted again
 _ABORT_PATIENCE = 5.0  # seconds after which an abort counts as hung; NCCL's sometimes hangs
@@ -224,13 +224,13 @@ class MonitorThread:
 class ProgressWatchdog:
     """Stamps a rank's memory at creation, every interval and at each question, from a daemon thread.
 
-    It answers the questions of the rank's monitor where the function stands.
+    It answers the questions of the rank's monitor.
 
     Args:
         memory: the memory, which stays open until `stop` has returned.
         interval: seconds between two stamps.
         questions: the rank's end of the socket for questions, which stays open until then, too.
-        answer: says where the function's thread stands.
+        answers: what makes the answer, by the first byte of a question, from the rest; None: there is none.
         watches_main_thread: whether the function runs in the main thread. If not, a pending call says nothing
             about the function: ``main_stamp`` then equals ``gil_stamp``, and only ``ping`` shows the
             function's progress.
@@ -241,11 +241,11 @@ class ProgressWatchdog:
         memory: RankMemory,
         interval: float,
         questions: socket.socket,
-        answer: Callable[[], Whereabouts],
+        answers: Mapping[bytes, Callable[[bytes], Any]],
         watches_main_thread: bool = True,
     ) -> None:
         memory.gil_stamp = memory.main_stamp = time.monotonic()
-        self._questions, self._answer = questions, answer
+        self._questions, self._answers = questions, answers
         self._stopping = threading.Event()
         self._thread = in_background(
             "the progress watchdog", lambda: self._run(memory, interval, watches_main_thread)
@@ -290,16 +290,18 @@ class ProgressWatchdog:
     def _reply(self) -> bool:
         """Answers a question; returns False at the end of the line."""
         try:
-            if not self._questions.recv(1):
+            if not (question := self._questions.recv(_LONGEST_QUESTION)):
                 return False
-            self._questions.send(self._said())
+            if (said := self._said(question)) is not None:
+                self._questions.send(said)
         except OSError:
             return False
         return True
 
-    def _said(self) -> bytes:
+    def _said(self, question: bytes) -> bytes | None:
         try:
-            return json.dumps(vars(self._answer())).encode()
+            answer = self._answers[question[:1]](question[1:])
+            return None if answer is None else json.dumps(vars(answer)).encode()
         except Exception:
             log.debug("a question was not answered", exc_info=True)
             return b"null"  # the monitor asks again

@@ -27,23 +27,26 @@ from typing import Any
 from torch._C._distributed_c10d import TCPStore
 
 from .. import events
+from .._text import duration
 from ..attribution import Interruption
 from ..exception import StoreError
 from ..protocol import Agreement
 from ..protocol import keys as names
 from ..protocol.deaths import await_others, report_deaths
 from ..protocol.neighbours import NeighbourWatch
-from ..protocol.operations import read
+from ..protocol.operations import Append, read, set_if_absent
 from ..protocol.records import Fault, Member, MemberRecord, View, record_of
 from ..settings import AUTO, AllLimits
 from ..store import StoreMixin, serve
 from ..store.bounded import in_background, take_or_make
 from . import messages
+from .evidence import IS_SLOW
 from .frames import describe_main_thread, is_stopped
 from .hangs import Accusation
 from .heart import Heart
 from .messages import Message, Reply
 from .shared_memory import Phase, RankMemory
+from .slow import PacedRank
 
 log = logging.getLogger(__name__)
 
@@ -574,6 +577,46 @@ class RankMonitor:
         """Ends an iteration because of this rank; from any thread."""
         self._accusation = accusation
         self.wake()
+
+    def note_slow(self, slow: PacedRank) -> None:
+        """Notes that the rank has become slow, has been so for long, or has ceased to be."""
+        how, since, now = slow.slow, slow.since[0], time.monotonic()
+        self.memory.slow = 0.0 if how is None else how.share
+        if how is not None and slow.is_lasting:
+            if self.limits.replaces_slow:
+                in_background("replacing a slow rank", self._replace_slow)
+            return
+        if how is None:
+            words = "%s is no longer slow, after %s; the job would have been %s faster without that"
+            log.warning(words, self._name(), duration(now - since), duration(slow.cost))
+        else:
+            log.warning("%s is slow: %s", self._name(), how)
+            how = how._replace(rank=self.rank or 0, slot=self.member.slot, host=socket.gethostname())
+            with contextlib.suppress(OSError):  # the rank leaves its call
+                said = IS_SLOW + json.dumps(how._asdict()).encode()
+                self.questions.send(said, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        if (view := self.view) is not None:
+            fields = {} if how is None else {"share": how.share, "cause": how.cause, "words": how.words}
+            self._emit("slow", view, rank=self.rank, since=since, cost=slow.cost, **fields)
+            line = f"{self._name()}: {how}" if how else ""
+            entry = Append(names.slow(view.n), json.dumps([self.member.slot, line]))
+            in_background("noting a slow rank", lambda: self._write(entry))
+
+    def _write(self, entry: Append) -> None:
+        with contextlib.suppress(StoreError):  # it is only for `ftrun status`
+            self._agreement.store.execute([entry])
+
+    def _replace_slow(self) -> None:
+        """Lets the rank leave if a spare can take over; one rank of an iteration, no shard's last holder."""
+        view, memory = self.view, self.memory
+        if view is None or memory.is_only_holder or len(view.members) <= memory.active_world_size:
+            log.warning("%s stays: there is no spare, or no other rank has its shard", self._name())
+            return
+        with contextlib.suppress(StoreError):
+            mine = str(self.member)
+            if set_if_absent(self._agreement.store, names.slow(view.n, "replaced"), mine) == mine:
+                log.warning("%s is slow for long: it leaves, and a spare takes over", self._name())
+                memory.leave_requested = memory.looks = True
 
     def _carry_out(self, accused: Accusation, pidfd: int) -> None:
         if accused.ends:

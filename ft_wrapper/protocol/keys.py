@@ -97,6 +97,13 @@ claims = _of_iteration("claims")
 claim = _of_iteration("claim")
 # Register: why ranks of n may take long; empty or absent if they may not.
 excuse = _of_iteration("excuse")
+# Log: hearts that have said how late their ranks are; and what each says, by its name. Without a name: what
+# is usual in the job, by the heart of active rank 0.
+paces = _of_iteration("paces")
+pace = _of_iteration("pace")
+# Log, for people: slots of ranks that have become slow, each with the reason, or are no longer slow. And the
+# register ``replaced``: the member that a spare replaces for that.
+slow = _of_iteration("slow")
 # Log: members that are about to enter n, each with its active rank.
 entered = _of_iteration("entered")
 # Counts: of arrivals and deaths; of ranks that finished; of active ranks about to enter the function.

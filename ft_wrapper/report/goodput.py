@@ -8,6 +8,7 @@ where it has one. Clocks of different hosts are not compared.
 import bisect
 import collections
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from .timeline import Iteration, Row, Seat, Span, Timeline, nonce_of
@@ -15,6 +16,7 @@ from .timeline import Iteration, Row, Seat, Span, Timeline, nonce_of
 #: What time goes to, and what counts for it.
 BUCKETS = {
     "useful_steps": "steps not done before",
+    "slow": "what new steps would not have taken without slow ranks",
     "steps_unknown": "training; the function reported no steps",
     "wasted_progress": "steps done again, or cut short by a fault",
     "initialization": "start of processes, and imports",
@@ -250,12 +252,13 @@ def make_goodput(timeline: Timeline) -> Goodput:
     Args:
         timeline: of the job.
     """
-    steps, faults = read_steps(timeline), _Faults(timeline)
+    steps, faults, slow = read_steps(timeline), _Faults(timeline), _SlowTimes(timeline)
     buckets: dict[str, float] = collections.defaultdict(float)
     rows = []
     for row in timeline.rows:
-        parts = [part for span in row.spans for part in _taken_apart(row, span, steps, faults)]
-        rows.append(dataclasses.replace(row, spans=parts))
+        parts = (part for span in row.spans for part in _taken_apart(row, span, steps, faults))
+        spans = [each for part in parts for each in slow.split(row.host, part)]
+        rows.append(dataclasses.replace(row, spans=spans))
         for span in rows[-1].spans:
             buckets[span.kind] += span.end - span.begin
     return Goodput(
@@ -292,6 +295,38 @@ class _Faults:
         # Its host may not have had the fault itself; how long that took to be noticed holds for all hosts.
         still = self._still.get(key, noticed - self._longest[span.iteration])
         return noticed, min(max(still, span.begin), noticed)
+
+
+class _SlowTimes:
+    """When some rank was slow, and what the slowest one cost each step."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._clocks = timeline.clocks
+        self._times: list[tuple[float, float, float]] = []  # on the clock of all hosts, and the share
+        opened: dict[tuple[object, ...], tuple[float, float]] = {}
+        records = (one for records in timeline.hosts.values() for one in records if one["event"] == "slow")
+        for record in records:
+            who, at = (record["host"], record.get("slot")), timeline.at(record)
+            if "share" in record:
+                opened[who] = at, min(1.0, record["share"])
+            elif who in opened:
+                began, _ = opened.pop(who)
+                self._times.append((began, at, min(1.0, record["cost"] / max(at - began, 1e-9))))
+        self._times += [(began, timeline.seconds, share) for began, share in opened.values()]
+
+    def split(self, host: str, span: Span) -> Iterator[Span]:
+        """A span of new steps, without what slow ranks have cost; any other one as it is."""
+        clock = self._clocks[host]
+        times = [(began + clock, ended + clock, share) for began, ended, share in self._times]
+        inside = {at for one in times for at in one[:2] if span.begin < at < span.end}
+        if span.kind != "useful_steps":
+            inside = set()
+        for begin, end in itertools.pairwise([span.begin, *sorted(inside), span.end]):
+            shares = (share for began, ended, share in times if began <= begin and end <= ended)
+            cut = end - max(shares, default=0.0) * (end - begin) if span.kind == "useful_steps" else end
+            for at, until, kind in ((begin, cut, span.kind), (cut, end, "slow")):
+                if until > at:
+                    yield Span(at, until, kind, span.iteration)
 
 
 def _taken_apart(row: Row, span: Span, steps: Steps, faults: _Faults) -> Iterator[Span]:

@@ -43,6 +43,7 @@ class Activity:
 STATES = (
     Activity("new", "new steps", ("useful_steps",)),
     Activity("untold", "training, steps unknown", ("steps_unknown",)),
+    Activity("slow", "slowed by a rank", ("slow",)),
     Activity("again", "steps done again, or cut short", ("wasted_progress",)),
     Activity("start", "starting and loading", ("initialization", "training_prep")),
     Activity("hang", "hanging, not noticed yet", ("detection",)),
@@ -53,7 +54,7 @@ STATES = (
     Activity("over", "after the call, or between two", ("after_end", "other")),
 )
 STATE_OF = {bucket: state for state in STATES for bucket in state.buckets}
-_IN_FUNCTION = ("useful_steps", "steps_unknown", "wasted_progress", "training_prep", "detection")
+_IN_FUNCTION = ("useful_steps", "slow", "steps_unknown", "wasted_progress", "training_prep", "detection")
 
 _SHAPES = {
     "raised": ("exception", "out_of_memory", "base_exception"),

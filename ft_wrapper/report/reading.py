@@ -30,7 +30,7 @@ _FITS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(
         ["event", "job", "host", "boot", "nonce", "after", "kind", "cause", "message", "line"], _is_text
     ),
-    **dict.fromkeys(["monotonic", "time", "started", "began", "since"], _is_number),
+    **dict.fromkeys(["monotonic", "time", "started", "began", "since", "share", "cost"], _is_number),
     **dict.fromkeys(
         ["pid", "child", "slot", "rank", "incarnation", "iteration", "call", "step", "committed"], _is_whole
     ),
@@ -48,6 +48,7 @@ _NEEDED_BY = {
     "rank_started": ("child",),
     "rank_ended": ("child",),
     "restarted": ("kind", "cause", "culprits", "line"),
+    "slow": ("slot", "since", "cost"),
     "step": ("step", "began"),
 }
 

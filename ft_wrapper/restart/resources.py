@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-import functools
+import json
 import logging
 import os
 import socket
@@ -19,9 +19,11 @@ from ..attribution import Interruption
 from ..exception import RankExcluded, StoreError
 from ..log_lines import begin_rank
 from ..monitor import beside, frames, identity, interrupt, shared_memory, threads
+from ..monitor.evidence import IS_SLOW, STEPS, WHERE
 from ..monitor.line import MonitorLine, ask_agent
 from ..monitor.shared_memory import Votes
 from ..monitor.signals import KeptHandlers
+from ..monitor.slow import SlowRank
 from ..protocol import Agreement
 from ..protocol.membership import Membership
 from ..protocol.records import FAULT, Member, View
@@ -30,8 +32,9 @@ from ..settings import AllLimits
 from ..state import State, formation_size
 from ..store import PrefixStore, StoreMixin, StorePlan, TCPStore
 from ..store.address import is_this_host, own_address
+from ..store.bounded import in_background
 from ..torch_groups import caches, warm_up
-from ..torch_groups.collective import RECORDER_SIZE, limit_recorder, whereabouts
+from ..torch_groups.collective import RECORDER_SIZE, limit_recorder, step_timings, whereabouts
 from ..torch_groups.kept import KeptGroup
 from ..torch_groups.tracker import begin_tracking
 from .exit_watch import ExitWatch
@@ -230,9 +233,27 @@ class Resources:
         if is_main_thread:
             owned.enter_context(frames.dumping_stacks(self.memory))
         interval = self.settings.progress_watchdog_interval
-        answer = functools.partial(whereabouts, self.interrupter.thread)
-        watchdog = threads.ProgressWatchdog(self.memory, interval, self.questions, answer, is_main_thread)
+        thread, memory = self.interrupter.thread, self.memory
+        answers = {
+            WHERE: lambda _: whereabouts(thread),
+            STEPS: lambda _: step_timings(thread, memory.begins(), memory.votes > memory.votes_ended),
+            IS_SLOW: self._call_on_slow,
+        }
+        watchdog = threads.ProgressWatchdog(memory, interval, self.questions, answers, is_main_thread)
         owned.callback(watchdog.stop)
+
+    def _call_on_slow(self, said: bytes) -> None:
+        """Calls the user's function in a thread of its own: the watchdog has to go on."""
+        on_slow, slow = self.settings.limits.on_slow, SlowRank(**json.loads(said))
+
+        def call() -> None:
+            try:
+                if callable(on_slow):
+                    on_slow(slow)
+            except Exception:
+                log.exception("on_slow failed on rank %d; training goes on", slow.rank)
+
+        in_background("on_slow", call)
 
     def _find_monitor(self, limits: AllLimits, slot: int) -> MonitorLine:
         """The monitor inside the agent, if there is one; otherwise one in its own process."""
@@ -417,6 +438,7 @@ class Services:
         store: the job's, which outlives iterations.
         atomic: see `CallWrapper.atomic`.
         voting: a block in which this rank waits for the other ranks' votes.
+        memory: shared with the monitor.
         has_failed: whether the current iteration has ended by a fault.
         group: the default process group, if it outlives iterations.
         tracker: tracks objects that should not outlive the iteration in which the function made them.
@@ -429,7 +451,7 @@ class Services:
     def __init__(self, own: Resources, user_store: Callable[[], PrefixStore]) -> None:
         self.settings, self.store = own.settings, own.member.agreement.store
         self.atomic = own.interrupter.atomic
-        self.voting = Votes(own.memory)
+        self.voting, self.memory = Votes(own.memory), own.memory
         self.notices = Notices(own.memory, self.store, own.waiting, self.atomic, user_store)
         self.has_failed = own.member.has_failed
         self.group = KeptGroup(own.settings.limits.keep_groups)

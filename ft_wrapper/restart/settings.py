@@ -13,11 +13,14 @@ from ..compose import Compose, StatePlugIn, check_arguments, check_plug_in
 from ..finalize import Finalize
 from ..health_check import HealthCheck
 from ..initialize import Initialize
+from ..monitor.slow import SlowRank
 from ..rank_assignment import ActivateAllRanks, MaxActiveWorldSize, RankAssignment, RankPlugIn, ShiftRanks
 from ..settings import AllLimits, MainLimits, RareLimits, about, argument, settings
 from ..store import StoreMixin, TCPStore, without_password
 from ..terminate import Terminate
 from .report import RestartReport
+
+REPLACE = "replace"
 
 
 def _check_path(name: str, value: Any) -> str | None:
@@ -38,6 +41,11 @@ def _check_function(name: str, value: Any, words: str, takes: tuple[object, ...]
 def _check_warm_up(name: str, value: Any) -> Any:
     words = "None, False or a function that needs no arguments"
     return value if value is False else _check_function(name, value, words)
+
+
+def _check_on_slow(name: str, value: Any) -> Any:
+    words = f"None, {REPLACE!r} or a function of one argument, the SlowRank"
+    return value if value == REPLACE else _check_function(name, value, words, (None,))
 
 
 def _plug_in(kind: type, default: object = None, *, is_shared: bool = False) -> Any:
@@ -79,6 +87,11 @@ class Limits(RareLimits):
             iteration makes a new one.
         hang_evidence: whether ``soft_timeout="auto"`` looks for what ranks are doing. False leaves its 60 s
             and 90 s for ``hard_timeout``.
+        on_slow: what happens when a rank has cost each step more than 8 % for some seconds, which needs
+            ``hang_evidence`` and ``soft_timeout="auto"``. None: the log says which rank, how much and why.
+            ``"replace"``: after 100 steps and 10 s it also leaves the job, as by ``ftrun drain``, if a spare
+            can take over and another rank has its shard too. A function: called in the slow rank's process,
+            in a thread of its own, with a `SlowRank`; its errors are logged.
         warm_up: run without arguments on each spare while it waits, once per process: for work that would
             slow down its first step (caches, kernels, files). No collectives, because no other rank takes
             part. Before it, and also when None, a spare does the work that torch leaves to the first step. If
@@ -91,6 +104,7 @@ class Limits(RareLimits):
     """
 
     warm_up: Callable[[], object] | Literal[False] | None = argument(None, _check_warm_up)
+    on_slow: Callable[[SlowRank], object] | Literal["replace"] | None = argument(None, _check_on_slow)
 
 
 _check_limits = functools.partial(checks.check_kind, kind=Limits, words="ft_wrapper.Limits(...)")
@@ -120,7 +134,8 @@ class Settings(MainLimits):
     def all_limits(self) -> AllLimits:
         """The settings that the monitor and the protocol need to know."""
         main = {name: getattr(self, name) for name in about(MainLimits)}
-        return AllLimits(**main, **{name: getattr(self.limits, name) for name in about(RareLimits)})
+        rare = {name: getattr(self.limits, name) for name in about(RareLimits)}
+        return AllLimits(**main, **rare, replaces_slow=self.limits.on_slow == REPLACE)
 
     @property
     def terms(self) -> dict[str, object]:

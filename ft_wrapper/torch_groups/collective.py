@@ -5,16 +5,22 @@ collectives. Torch's flight recorder also knows collectives that no stack shows,
 pass: an entry that is not retired has begun and has not ended.
 """
 
+import bisect
+import itertools
+import math
 import os
 import pickle
+import statistics
 import threading
+import time
 import traceback
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
 from torch._C import _distributed_c10d
 
-from ..monitor.evidence import Wait, Whereabouts
+from ..monitor.evidence import StepTimings, Wait, Whereabouts
 from ..monitor.frames import SourceLocation, current_frames, describe_stack, is_library, locations
 from ..protocol.records import CollectivePosition, GroupSequence
 from ..store.bounded import in_background
@@ -134,6 +140,37 @@ def whereabouts(thread: int) -> Whereabouts:
     )
 
 
+def step_timings(thread: int, begins: Sequence[tuple[int, float, float]], votes: bool) -> StepTimings:
+    """How long this rank took from the begin of each step to its first collective.
+
+    Args:
+        thread: the function's, by its ``threading.get_ident()``.
+        begins: of each step its number, its monotonic seconds, and the seconds of the vote before; in order.
+        votes: whether the thread is in a vote.
+    """
+    ahead, entries = time.time_ns() - time.monotonic_ns(), _entries()  # the recorder has the clock
+    times = sorted((entry["time_created_ns"] - ahead) * 1e-9 for entry in entries)
+    steps: dict[int, tuple[float, float, float]] = {}
+    for (n, at, voted), (_, until, _) in itertools.pairwise([*begins, (0, math.inf, 0.0)]):
+        first = bisect.bisect_left(times, at)
+        if 0 < first < len(times) and times[first] < until:  # what came before may be forgotten
+            steps[n] = at, times[first] - at, voted
+    gaps = [later[0] - one[0] for one, later in itertools.pairwise(steps.values())]
+    step = statistics.median(gaps) if gaps else 0.0
+    frames = [each for each, _ in traceback.walk_stack(current_frames().get(thread))]
+    waits = votes or any(not entry["retired"] for entry in entries) or not frames or _operation(frames[0])
+    words = "" if waits else describe_stack(list(locations(frames[0])))
+    measured = {n: (run_up, voted) for n, (_, run_up, voted) in steps.items()}
+    in_loader = any(map(_awaited_worker, frames))
+    return StepTimings(measured, step, len(times) / max(1, len(steps)), words or "", in_loader)
+
+
+def _entries() -> Sequence[Any]:
+    """What flight recorder remembers; with an older torch nothing, so that the stack is all there is."""
+    dump = getattr(_distributed_c10d, "_dump_fr_trace", None)
+    return () if dump is None else pickle.loads(dump(True, False, False))["entries"]
+
+
 def _recorded() -> tuple[dict[str, int], str, Wait | None, bool]:
     """What flight recorder knows.
 
@@ -141,13 +178,10 @@ def _recorded() -> tuple[dict[str, int], str, Wait | None, bool]:
         By group the highest number that has begun; and of the oldest collective that has not ended its name,
         group and number, and whether it is on a device.
     """
-    dump = getattr(_distributed_c10d, "_dump_fr_trace", None)
-    if dump is None:  # an older torch: the stack is all there is
-        return {}, "", None, False
     newest: dict[str, int] = {}
     begun: dict[str, int] = {}
     opened: list[tuple[str, Wait, bool]] = []
-    for entry in pickle.loads(dump(True, False, False))["entries"]:
+    for entry in _entries():
         group, number = entry["process_group"][0], entry["collective_seq_id"]
         if entry["pg_id"] > newest.get(group, -1):  # of a restart: the names return, the ids never do
             newest[group], begun[group] = entry["pg_id"], 0

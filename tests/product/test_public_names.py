@@ -15,7 +15,7 @@ import ft_wrapper
 NAMES = {
     "": (
         "Wrapper CallWrapper Limits Compose State FrozenState Mode Leak find_leaks Leftover leftovers "
-        "RestartReport store"
+        "RestartReport SlowRank store"
     ),
     "initialize": "Initialize RetryController",
     "abort": "Abort AbortTorchDistributed AbortTransformerEngine AbortProcesses",

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from ft_wrapper.monitor.evidence import Whereabouts
 from ft_wrapper.monitor.shared_memory import RankMemory
 from ft_wrapper.monitor.threads import ProgressWatchdog
 
@@ -57,7 +56,7 @@ def started(memory: Any, interval: float, **kwargs: Any) -> Iterator[ProgressWat
     """A watchdog that no monitor asks anything."""
     ours, asker = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, asker:
-        watchdog = ProgressWatchdog(memory, interval, ours, Whereabouts, **kwargs)
+        watchdog = ProgressWatchdog(memory, interval, ours, {}, **kwargs)
         try:
             yield watchdog
         finally:

@@ -437,6 +437,22 @@ def test_what_a_hang_took_to_be_noticed_goes_for_other_hosts_too(records: list[R
     assert found.buckets["wasted_progress"] == pytest.approx(2 * 0.5)
 
 
+def test_what_a_slow_rank_costs_is_not_useful(records: list[Record]) -> None:
+    one, other = rank(records), rank(records, 1)
+    for each in (one, other):
+        each.steps(1.0, 0, 20, 1.0)
+    one.write("slow", 5.0, rank=0, since=5.0, cost=0.0, share=0.25, cause="works", words="")
+    other.write("slow", 9.0, rank=1, since=9.0, cost=0.0, share=0.5, cause="works", words="")
+    one.write("slow", 13.0, rank=0, since=5.0, cost=1.6)  # 20 % as it turned out
+    other.write("slow", 17.0, rank=1, since=9.0, cost=4.0)
+    end([one, other], 22.0)
+    found = make_goodput(records)
+    check(found)
+    # The slowest one counts: 20 % for 4 s, then 50 % for 8 s.
+    assert found.buckets["slow"] == pytest.approx(2 * (0.2 * 4 + 0.5 * 8))
+    assert found.buckets["useful_steps"] + found.buckets["slow"] == pytest.approx(2 * 21.0)
+
+
 def test_the_death_of_a_spare_ends_nothing(records: list[Record]) -> None:
     one = rank(records)
     spare = Writer(records, "a", 0.0, 1)

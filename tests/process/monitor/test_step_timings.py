@@ -1,0 +1,72 @@
+"""What a rank answers about its steps, with torch's flight recorder."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ft_wrapper.monitor.shared_memory import RankMemory, Votes
+from ft_wrapper.torch_groups.collective import step_timings
+
+PAUSE = 0.002  # from the begin of a step to the first collective, at least
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[RankMemory]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    memory = RankMemory()
+    yield memory
+    memory.close()
+    dist.destroy_process_group()
+
+
+def do_step() -> None:
+    time.sleep(PAUSE)
+    for _ in range(3):
+        dist.all_reduce(torch.ones(1))
+
+
+def test_a_run_up_lasts_from_the_ping_to_the_first_collective(memory: RankMemory) -> None:
+    ping, _ = memory.make_ping()
+    for step in range(8):
+        ping(step)
+        do_step()
+    ping(8)  # no collective yet
+    found = step_timings(threading.get_ident(), memory.begins(), False)
+    assert sorted(found.steps)[-7:] == [2, 3, 4, 5, 6, 7, 8], "what was before the first one may be forgotten"
+    assert 9 not in found.steps
+    assert found.step >= PAUSE
+    assert all(run_up >= PAUSE and not voted for run_up, voted in [*found.steps.values()][-7:])
+    assert found.collectives == pytest.approx(3.0, abs=1.0)
+
+
+def test_a_step_begins_where_its_last_vote_has_ended(memory: RankMemory) -> None:
+    ping, _ = memory.make_ping()
+    voting = Votes(memory)
+    dist.all_reduce(torch.ones(1))
+    for _ in range(5):
+        ping()
+        with voting:  # a broadcast
+            pass
+        with voting:
+            time.sleep(PAUSE)
+        do_step()
+    found = step_timings(threading.get_ident(), memory.begins(), False)
+    assert sorted(found.steps)[-5:] == [2, 4, 6, 8, 10]
+    assert all(run_up >= PAUSE and voted >= PAUSE for run_up, voted in [*found.steps.values()][-5:])
+
+
+def test_what_an_earlier_iteration_did_is_not_counted(memory: RankMemory) -> None:
+    ping, _ = memory.make_ping()
+    for _ in range(70):
+        ping()
+        do_step()
+    memory.enter_iteration(1)
+    assert memory.begins() == []
+    ping()
+    assert [n for n, _, _ in memory.begins()] == [1]
