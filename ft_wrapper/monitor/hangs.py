@@ -55,7 +55,7 @@ _LEAVES_WITHIN = 0.3  # seconds until an accused rank runs Python again, if it c
 _LETS_GO_WITHIN = 5.0  # seconds that it may hold the GIL after that
 _CLAIM_AFTER = 0.25  # seconds of suspicion
 _SLOW = (Kind.BUSY, Kind.NO_GIL)
-_IDLE = 0.1  # seconds between two looks at the pings while little is known
+_IDLE = 0.1  # seconds until it looks whether the ranks can be watched now
 _MOST_WAITS = 4
 _NEVER = -10
 _UNKNOWN_AFTER = 10.0  # seconds without a ping, while it is not known how long steps take
@@ -335,7 +335,7 @@ class HangWatch:
                 for one in watched:
                     one.note_slices(now)
                 return min(threshold - oldest, max(0.0, self._slow.due - now))
-            first = early - oldest if self.steps.median else _IDLE
+            first = early - oldest if self.steps.median else _FIRST_GAP
             return min(first, max(0.0, self._slow.due - now))
         if self._suspected_at is None:
             self._suspected_at = now
