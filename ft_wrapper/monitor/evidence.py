@@ -94,15 +94,11 @@ class StepTimings:
         steps: by number, seconds from the begin of each step to the first collective, and of the vote before.
         step: what a step takes, in seconds; 0.0 if that is not known.
         collectives: how many a step has.
-        words: where the function's thread stands; empty while it waits for other ranks.
-        in_loader: whether it waits for a loader's worker.
     """
 
     steps: Mapping[int, tuple[float, float]]
     step: float
     collectives: float
-    words: str
-    in_loader: bool
 
 
 class Hold(NamedTuple):

@@ -28,7 +28,6 @@ from ..store.bounded import in_background
 from . import evidence
 from .evidence import (
     END,
-    STEPS,
     VOTE,
     WHERE,
     Claim,
@@ -153,10 +152,10 @@ class _Watched:
             if (seen := slices(self.rank.pid)) != self.slices[0]:
                 self.slices = seen, now
 
-    def ask(self, now: float, question: bytes = WHERE) -> None:
+    def ask(self, now: float, question: bytes = WHERE, every: float = _ASK_EVERY) -> None:
         """Hears an answer, if there is one, and asks again."""
         self.hear(now)
-        if not self.is_asked and (now - self.asked_at >= _ASK_EVERY or question == STEPS):
+        if not self.is_asked and now - self.asked_at >= every:
             self.is_asked, self.asked_at = True, now if question == WHERE else self.asked_at
             with contextlib.suppress(OSError):  # the rank leaves its call
                 self.rank.questions.send(question, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
@@ -170,10 +169,14 @@ class _Watched:
             if fields and "steps" in fields:
                 fields["steps"] = {int(n): (*seconds,) for n, seconds in fields["steps"].items()}
                 self.paced.heard(StepTimings(**fields), now)
-            elif self.suspect is not None:
-                if fields:
-                    fields["inside"] = fields["inside"] and (*fields["inside"],)
-                self.suspect.heard(Whereabouts(**fields) if fields else None, now)
+                return
+            if fields:
+                fields["inside"] = fields["inside"] and (*fields["inside"],)
+            answer = Whereabouts(**fields) if fields else None
+            if self.suspect is not None:
+                self.suspect.heard(answer, now)
+            elif answer is not None:
+                self.paced.stands(answer)
 
     def begin(self, now: float) -> Suspect:
         """Begins a suspicion."""
@@ -350,9 +353,9 @@ class HangWatch:
         for one in watched:
             one.hear(now)
 
-        def ask() -> None:
+        def ask(question: bytes) -> None:
             for one in watched:
-                one.ask(now, STEPS)
+                one.ask(now, question, every=0.0)
 
         self._exchange(watched, now)
         for paced in self._slow.turn([*of], self._n, self.steps.median, now, ask):

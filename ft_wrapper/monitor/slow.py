@@ -9,19 +9,23 @@ import contextlib
 import dataclasses
 import itertools
 import logging
+import math
 import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from .evidence import StepTimings
+from .evidence import STEPS, WHERE, StepTimings, Whereabouts
 from .lateness import HOLD, STARVED, STEADY, WINDOW, Cause, Lateness, Pace, Signs, limit, typical, weigh
 from .look import is_held, processor_times, throttled_for
 from .shared_memory import RankMemory
 
 log = logging.getLogger(__name__)
 
-_EVERY = 0.4  # seconds between two questions to a rank, at least: an answer takes it 0.3 to 0.8 ms
+_EVERY = 0.8  # seconds between two questions to a rank, at least: an answer takes it 0.3 to 1.6 ms
+_LOOK = 1.0  # seconds of a closer look, before a rank is named
+_LOOK_AGAIN = 10.0  # seconds
+_GAP = 0.05  # seconds between two questions in it
 _STEPS = 10  # between two questions
 _REMEMBERED = 48  # collectives between two questions: flight recorder remembers 64
 _PULSES = 3  # stops by a signal; fewer are somebody's who looks at the process
@@ -90,20 +94,19 @@ class PacedRank:
         self.steps: dict[int, tuple[float, float]] = {}
         self._samples: collections.deque[_Sample] = collections.deque()
         self._stops: collections.deque[tuple[float, bool]] = collections.deque()
-        self._stands: collections.deque[tuple[float, str, bool]] = collections.deque()
+        self._places: list[tuple[str, bool]] = []  # in a closer look: lines; and whether in the loader
 
     def heard(self, said: StepTimings, now: float) -> None:
         """Notes an answer."""
         self.last = said
         self.steps |= said.steps
-        self._stands.append((now, said.words, said.in_loader))
         with contextlib.suppress(OSError):
             self._samples.append(_Sample(now, *processor_times(self.pid), throttled_for(self.pid)))
 
     def look(self, now: float, seconds: float) -> None:
         """Looks whether a signal has stopped it, and forgets what is older than some seconds."""
         self._stops.append((now, is_held(self.pid)))
-        for seen in (self._samples, self._stops, self._stands):
+        for seen in (self._samples, self._stops):
             while len(seen) > 2 and seen[0][0] < now - seconds:
                 seen.popleft()
 
@@ -117,14 +120,19 @@ class PacedRank:
         stops = [each for _, each in self._stops]
         is_once = self.slow is None and sum(b and not a for a, b in itertools.pairwise(stops)) < _PULSES
         stopped = 0.0 if is_once else statistics.mean(stops)
-        loader = statistics.mean(each for _, _, each in self._stands)
-        own = statistics.mean(bool(words) for _, words, _ in self._stands)
+        count = max(1, len(self._places))
+        loader = sum(in_loader for _, in_loader in self._places) / count
+        own = sum(bool(words) for words, _ in self._places) / count
         return Signs(run, waited, throttled, stopped, loader, own)
 
-    def stands(self) -> str:
-        """The line where it was seen most often while it did not wait for other ranks."""
-        often = collections.Counter(words for _, words, _ in self._stands if words).most_common(1)
-        return often[0][0] if often else ""
+    def look_closer(self) -> None:
+        """Forgets where it was seen in the last closer look."""
+        self._places = []
+
+    def stands(self, answer: Whereabouts) -> None:
+        """Notes where it stands in a closer look."""
+        waits = bool(answer.waits) or self.memory.votes > self.memory.votes_ended
+        self._places.append(("" if waits else answer.words, bool(answer.worker)))
 
     def goes_on(self, slow: SlowRank, steps: int, now: float) -> bool:
         """Notes that it was slow for some more steps; returns whether that is news."""
@@ -137,7 +145,8 @@ class PacedRank:
         lasts = is_long and not self.is_lasting and slow.cause != Cause.LINK.name.lower()
         self.is_lasting |= lasts
         if begins or lasts:
-            self.slow = slow._replace(words=self.stands())
+            often = collections.Counter(words for words, _ in self._places if words).most_common(1)
+            self.slow = slow._replace(words=often[0][0] if often else "")
         return begins or lasts
 
 
@@ -149,13 +158,14 @@ class SlowRanks:
     """
 
     def __init__(self) -> None:
-        self.due = 0.0
+        self.due = self._asks_at = 0.0
+        self._looked_at = -math.inf
         self._n: tuple[int, int] = (-1, 0)  # the iteration, and how many active ranks the node has
         self._lateness = Lateness()
         self._has_said: set[str] = set()
 
     def turn(
-        self, ranks: Sequence[PacedRank], n: int, step: float, now: float, ask: Callable[[], None]
+        self, ranks: Sequence[PacedRank], n: int, step: float, now: float, ask: Callable[[bytes], None]
     ) -> Iterator[PacedRank]:
         """Compares what the ranks have answered, and asks them again when that is due.
 
@@ -164,7 +174,7 @@ class SlowRanks:
             n: the iteration.
             step: seconds of a step, unless the ranks know better.
             now: monotonic seconds.
-            ask: asks all of them.
+            ask: asks all of them a question.
 
         Yields:
             Ranks that have become slow, have been so for long, or have ceased to be slow.
@@ -181,12 +191,16 @@ class SlowRanks:
         for one in ranks:
             one.look(now, max(HOLD, WINDOW * step))
         yield from self._compare(ranks, step, now)
-        if now >= self.due:
+        is_looking = now - self._looked_at < _LOOK
+        if now >= self._asks_at:
             each = max((one.collectives for one in answers), default=1.0)
             steps = min(_STEPS, max(1.0, _REMEMBERED // max(1.0, each)))
             # At random, or it would meet the ranks at the same place of each step.
-            self.due = now + max(_EVERY, steps * step * random.uniform(0.7, 1.0))
-            ask()
+            self._asks_at = now + max(_EVERY, steps * step * random.uniform(0.7, 1.0))
+            ask(STEPS)
+        elif is_looking:
+            ask(WHERE)
+        self.due = now + _GAP if is_looking else self._asks_at
 
     def end(self, ranks: Sequence[PacedRank], now: float) -> Iterator[PacedRank]:
         """Ends an iteration: no rank is known to be slow.
@@ -242,12 +256,18 @@ class SlowRanks:
             elif usual.waited > STARVED:
                 share = f"{usual.waited:.0%}"
                 self._say("all", f"all ranks of this node wait for a processor for {share} of the time")
+            elif one.slow is None and now - self._looked_at > _LOOK_AGAIN:
+                self._looked_at = now
+                for each in ranks:
+                    each.look_closer()
+            elif one.slow is None and now - self._looked_at < _LOOK:
+                continue
             elif one.goes_on(SlowRank(found[0], step, found[1].name.lower()), len(common), now):
                 yield one
-        each = max(one.last.collectives for one in ranks if one.last is not None)
-        if each > _KNOWN and self._compared + self._lost > _ENOUGH and self._lost > self._compared:
+        count = max(one.last.collectives for one in ranks if one.last is not None)
+        if count > _KNOWN and self._compared + self._lost > _ENOUGH and self._lost > self._compared:
             words = "slow ranks are found late: %d of %d steps were forgotten, each with some %d collectives;"
-            words %= self._lost, self._compared + self._lost, each
+            words %= self._lost, self._compared + self._lost, count
             self._say("lost", f"{words} set TORCH_FR_BUFFER_SIZE=256")
 
     def _say(self, kind: str, words: str) -> None:

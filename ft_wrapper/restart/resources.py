@@ -236,7 +236,7 @@ class Resources:
         thread, memory = self.interrupter.thread, self.memory
         answers = {
             WHERE: lambda _: whereabouts(thread),
-            STEPS: lambda _: step_timings(thread, memory.begins(), memory.votes > memory.votes_ended),
+            STEPS: lambda _: step_timings(memory.begins()),
             IS_SLOW: self._call_on_slow,
         }
         watchdog = threads.ProgressWatchdog(memory, interval, self.questions, answers, is_main_thread)

@@ -140,16 +140,14 @@ def whereabouts(thread: int) -> Whereabouts:
     )
 
 
-def step_timings(thread: int, begins: Sequence[tuple[int, float, float]], votes: bool) -> StepTimings:
+def step_timings(begins: Sequence[tuple[int, float, float]]) -> StepTimings:
     """How long this rank took from the begin of each step to its first collective.
 
     Args:
-        thread: the function's, by its ``threading.get_ident()``.
         begins: of each step its number, its monotonic seconds, and the seconds of the vote before; in order.
-        votes: whether the thread is in a vote.
     """
-    ahead, entries = time.time_ns() - time.monotonic_ns(), _entries()  # the recorder has the clock
-    times = sorted((entry["time_created_ns"] - ahead) * 1e-9 for entry in entries)
+    ahead = time.time_ns() - time.monotonic_ns()  # the recorder has the clock
+    times = sorted((entry["time_created_ns"] - ahead) * 1e-9 for entry in _entries())
     steps: dict[int, tuple[float, float, float]] = {}
     for (n, at, voted), (_, until, _) in itertools.pairwise([*begins, (0, math.inf, 0.0)]):
         first = bisect.bisect_left(times, at)
@@ -157,12 +155,8 @@ def step_timings(thread: int, begins: Sequence[tuple[int, float, float]], votes:
             steps[n] = at, times[first] - at, voted
     gaps = [later[0] - one[0] for one, later in itertools.pairwise(steps.values())]
     step = statistics.median(gaps) if gaps else 0.0
-    frames = [each for each, _ in traceback.walk_stack(current_frames().get(thread))]
-    waits = votes or any(not entry["retired"] for entry in entries) or not frames or _operation(frames[0])
-    words = "" if waits else describe_stack(list(locations(frames[0])))
     measured = {n: (run_up, voted) for n, (_, run_up, voted) in steps.items()}
-    in_loader = any(map(_awaited_worker, frames))
-    return StepTimings(measured, step, len(times) / max(1, len(steps)), words or "", in_loader)
+    return StepTimings(measured, step, len(times) / max(1, len(steps)))
 
 
 def _entries() -> Sequence[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 
@@ -37,7 +36,7 @@ def test_a_run_up_lasts_from_the_ping_to_the_first_collective(memory: RankMemory
         ping(step)
         do_step()
     ping(8)  # no collective yet
-    found = step_timings(threading.get_ident(), memory.begins(), False)
+    found = step_timings(memory.begins())
     assert sorted(found.steps)[-7:] == [2, 3, 4, 5, 6, 7, 8], "what was before the first one may be forgotten"
     assert 9 not in found.steps
     assert found.step >= PAUSE
@@ -56,7 +55,7 @@ def test_a_step_begins_where_its_last_vote_has_ended(memory: RankMemory) -> None
         with voting:
             time.sleep(PAUSE)
         do_step()
-    found = step_timings(threading.get_ident(), memory.begins(), False)
+    found = step_timings(memory.begins())
     assert sorted(found.steps)[-5:] == [2, 4, 6, 8, 10]
     assert all(run_up >= PAUSE and voted >= PAUSE for run_up, voted in [*found.steps.values()][-5:])
 
