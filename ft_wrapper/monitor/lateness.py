@@ -121,7 +121,7 @@ def limit(*, is_slow: bool) -> float:
     return STEADY / 2 if is_slow else STEADY
 
 
-def weigh(
+def judge_rank(
     late: float | None, at_vote: float | None, mine: Signs, usual: Signs, *, is_slow: bool
 ) -> tuple[float, Cause] | None:
     """What a rank costs each step, as a share of it, and why; None if it is not slow.

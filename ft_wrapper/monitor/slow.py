@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from .evidence import STEPS, WHERE, StepTimings, Whereabouts
-from .lateness import HOLD, STARVED, STEADY, WINDOW, Cause, Lateness, Pace, Signs, limit, typical, weigh
+from .lateness import HOLD, STARVED, STEADY, WINDOW, Cause, Lateness, Pace, Signs, judge_rank, limit, typical
 from .look import is_held, processor_times, throttled_for
 from .shared_memory import RankMemory
 
@@ -248,7 +248,7 @@ class SlowRanks:
         for place, one in enumerate(ranks):
             one.steps = {n: each for n, each in one.steps.items() if n > self._last}
             own = late.get(place), self._at_vote.named.get(place)
-            found = weigh(*own, signs[place], usual, is_slow=one.slow is not None)
+            found = judge_rank(*own, signs[place], usual, is_slow=one.slow is not None)
             if found is None:
                 if one.slow is not None:
                     one.slow, one.is_lasting = None, False

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ft_wrapper.monitor.lateness import Cause, Lateness, Pace, Signs, cause_of, usual_pace, weigh
+from ft_wrapper.monitor.lateness import Cause, Lateness, Pace, Signs, cause_of, judge_rank, usual_pace
 
 STEP = 0.04
 RANKS = 4
@@ -110,14 +110,14 @@ def test_a_rank_that_is_kept_from_running_alone_is_slow(
 ) -> None:
     if found is not None:
         found = pytest.approx(found[0]), found[1]
-    assert weigh(None, None, mine, USUAL, is_slow=False) == found
-    assert weigh(None, None, mine, mine, is_slow=False) is None, "all are throttled alike"
+    assert judge_rank(None, None, mine, USUAL, is_slow=False) == found
+    assert judge_rank(None, None, mine, mine, is_slow=False) is None, "all are throttled alike"
 
 
 def test_a_slow_rank_stays_slow_at_half_of_what_made_it_slow() -> None:
     for held, is_slow in ((0.07, True), (0.03, True), (0.07, False)):
         mine = USUAL._replace(throttled=held)
-        assert bool(weigh(None, None, mine, USUAL, is_slow=is_slow)) == (is_slow and held > 0.04)
+        assert bool(judge_rank(None, None, mine, USUAL, is_slow=is_slow)) == (is_slow and held > 0.04)
 
 
 def test_what_is_usual_in_a_job_is_the_median_of_its_nodes() -> None:
@@ -136,5 +136,5 @@ def test_what_is_usual_in_a_job_is_the_median_of_its_nodes() -> None:
     ],
 )
 def test_a_links_victim_is_late_at_the_vote_alone_and_has_only_waited(mine: Signs, is_victim: bool) -> None:
-    assert weigh(None, 0.2, mine, USUAL, is_slow=False) == ((0.2, Cause.LINK) if is_victim else None)
-    assert weigh(0.2, 0.2, USUAL, USUAL, is_slow=False) == (0.2, Cause.ASLEEP)
+    assert judge_rank(None, 0.2, mine, USUAL, is_slow=False) == ((0.2, Cause.LINK) if is_victim else None)
+    assert judge_rank(0.2, 0.2, USUAL, USUAL, is_slow=False) == (0.2, Cause.ASLEEP)
