@@ -225,6 +225,7 @@ def one_run(kind: str, mode: str, seed: int, steps: int) -> dict[str, Any]:
         end = next((each["time"] for each in reversed(events) if each["event"] == "returned"), time.time())
         step = (end - begun) / (steps - BEGIN)
         named = [each for each in events if each["event"] == "slow"]
+        is_starved = "wait for a processor for" in (folder / "log").read_text()
         if job.returncode:
             sys.exit((folder / "log").read_text()[-3000:])
     said = [
@@ -239,6 +240,7 @@ def one_run(kind: str, mode: str, seed: int, steps: int) -> dict[str, Any]:
         "seed": seed,
         "slow": slow,
         "step_ms": round(step * 1e3),
+        "is_starved": is_starved,
         "said": said,
     }
 
@@ -292,7 +294,8 @@ def summary(kind: str, mode: str, runs: list[dict[str, Any]]) -> str:
         words += f"named {len(after)}, with the cause {right}; "
         words += f"after {statistics.median(after):.0f} steps, at most {max(after)}; " if after else ""
     causes = collections.Counter(each["cause"] for run in runs for each in run["said"])
-    return f"{words}false names {false}; causes {dict(causes)}"
+    starved = sum(run["is_starved"] for run in runs)
+    return f"{words}false names {false}; causes {dict(causes)}; too few processors in {starved}"
 
 
 if __name__ == "__main__":

@@ -116,7 +116,7 @@ def usual_pace(paces: Iterable[Pace]) -> Pace:
     return Pace(lower_median(one.run_up for one in paces), typical(one.signs for one in paces))
 
 
-def limit(*, is_slow: bool) -> float:
+def named_from(*, is_slow: bool) -> float:
     """From which share of a step on a rank counts as slow; less if it does already."""
     return STEADY / 2 if is_slow else STEADY
 
@@ -139,7 +139,7 @@ def judge_rank(
     """
     more = [own - other for own, other in zip(mine, usual, strict=True)]
     held = max(mine.throttled - usual.throttled, mine.stopped - usual.stopped)
-    if late is not None or held > limit(is_slow=is_slow):
+    if late is not None or held > named_from(is_slow=is_slow):
         share = max(late or 0.0, held)
         return share, cause_of(mine, usual, share)
     return (at_vote, Cause.LINK) if at_vote is not None and max(more) < at_vote / 2 else None

@@ -16,7 +16,19 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from .evidence import STEPS, WHERE, StepTimings, Whereabouts
-from .lateness import HOLD, STARVED, STEADY, WINDOW, Cause, Lateness, Pace, Signs, judge_rank, limit, typical
+from .lateness import (
+    HOLD,
+    STARVED,
+    STEADY,
+    WINDOW,
+    Cause,
+    Lateness,
+    Pace,
+    Signs,
+    judge_rank,
+    named_from,
+    typical,
+)
 from .look import is_held, processor_times, throttled_for
 from .shared_memory import RankMemory
 
@@ -244,7 +256,9 @@ class SlowRanks:
             usual = self._usual.signs
             costs = [behind + self._lateness.excess(place) for place in range(len(ranks))]
             slow = [one.slow is not None for one in ranks]
-            late |= {place: cost for place, cost in enumerate(costs) if cost > limit(is_slow=slow[place])}
+            late |= {
+                place: cost for place, cost in enumerate(costs) if cost > named_from(is_slow=slow[place])
+            }
         for place, one in enumerate(ranks):
             one.steps = {n: each for n, each in one.steps.items() if n > self._last}
             own = late.get(place), self._at_vote.named.get(place)
@@ -253,7 +267,7 @@ class SlowRanks:
                 if one.slow is not None:
                     one.slow, one.is_lasting = None, False
                     yield one
-            elif usual.waited > STARVED:
+            elif usual.waited > STARVED and found[1] in (Cause.PROCESSOR, Cause.LINK):
                 share = f"{usual.waited:.0%}"
                 self._say("all", f"all ranks of this node wait for a processor for {share} of the time")
             elif one.slow is None and now - self._looked_at > _LOOK_AGAIN:

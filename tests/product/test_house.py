@@ -56,8 +56,8 @@ LINES = {
     # --node-bench: agent 290, cli 2.
     "protocol": Budget(2185, 2290),
     "store": Budget(1670, 1829),
-    "monitor": Budget(2260, 3760),
-    "torch_groups": Budget(1185, 1333),
+    "monitor": Budget(2260, 3706),
+    "torch_groups": Budget(1185, 1329),
     "rendezvous": Budget(1715),
     "agent": Budget(3305, 4070),
     # It gave 260 of 550 to what seals take beside their own room: protocol 50, store 110, live 90,

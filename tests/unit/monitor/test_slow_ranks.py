@@ -115,7 +115,8 @@ def test_all_ranks_of_a_node_that_is_late_are_slow(node: Node) -> None:
 def test_a_lack_of_processors_is_said_once_and_names_no_rank(
     node: Node, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(PacedRank, "signs", lambda self: Signs(waited=0.4))
+    waits = {id(rank): 0.7 if place == 1 else 0.4 for place, rank in enumerate(node.ranks)}
+    monkeypatch.setattr(PacedRank, "signs", lambda self: Signs(waited=waits[id(self)]))
     with caplog.at_level(logging.WARNING):
         assert node.go_on(400, 0.3 * STEP) == []
     assert caplog.messages == ["all ranks of this node wait for a processor for 40% of the time"]
