@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ft_wrapper.monitor.shared_memory import RankMemory, Votes
+from ft_wrapper.torch_groups import collective
 from ft_wrapper.torch_groups.collective import step_timings
 
 PAUSE = 0.002  # from the begin of a step to the first collective, at least
@@ -69,3 +70,12 @@ def test_what_an_earlier_iteration_did_is_not_counted(memory: RankMemory) -> Non
     assert memory.begins() == []
     ping()
     assert [n for n, _, _ in memory.begins()] == [1]
+
+
+def test_a_step_whose_first_collective_may_be_forgotten_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    began = time.monotonic()
+    ahead = time.time_ns() - time.monotonic_ns()
+    known = [{"time_created_ns": int((began + seconds) * 1e9) + ahead} for seconds in (0.5, 1.25)]
+    monkeypatch.setattr(collective, "_entries", lambda: known)
+    found = step_timings([(1, began, 0.0), (2, began + 1.0, 0.125), (3, began + 2.0, 0.0)])
+    assert found.steps == {2: (pytest.approx(0.25, abs=0.01), 0.125)}

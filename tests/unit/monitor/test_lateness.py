@@ -138,3 +138,21 @@ def test_what_is_usual_in_a_job_is_the_median_of_its_nodes() -> None:
 def test_a_links_victim_is_late_at_the_vote_alone_and_has_only_waited(mine: Signs, is_victim: bool) -> None:
     assert judge_rank(None, 0.2, mine, USUAL, is_slow=False) == ((0.2, Cause.LINK) if is_victim else None)
     assert judge_rank(0.2, 0.2, USUAL, USUAL, is_slow=False) == (0.2, Cause.ASLEEP)
+
+
+def follow(lates: list[float]) -> list[bool]:
+    """Whether a rank is named after each step in which it was late by so much of a step."""
+    lateness, found = Lateness(), []
+    for n, late in enumerate(lates):
+        lateness.step({rank: late * STEP * (rank == BAD) for rank in range(RANKS)}, STEP, n * STEP)
+        found.append(BAD in lateness.named)
+    return found
+
+
+def test_one_stall_in_thirty_steps_does_not_count() -> None:
+    assert not any(follow([5.0 if n % 30 == 7 else 0.06 for n in range(400)]))
+
+
+def test_a_name_stays_while_some_windows_are_slow() -> None:
+    some = [0.2 if n % 80 < 50 else 0.0 for n in range(400)]
+    assert all(follow([0.2] * 160 + some)[150:]) and not any(follow(some))
