@@ -212,19 +212,21 @@ class _Watched:
             return END, 1
         if memory.votes > memory.votes_ended:
             return VOTE, memory.votes
-        answer = self.suspect.answer if self.suspect else None
-        return answer.inside if answer else None
+        return self.answer.inside if self.answer else None
+
+    @property
+    def answer(self) -> Whereabouts | None:
+        """Where it said last that it stands."""
+        return self.suspect.answer if self.suspect else None
 
     @property
     def place(self) -> str:
         """The line of the user's code where it stands; empty if it cannot say."""
-        answer = self.suspect.answer if self.suspect else None
-        return answer.place if answer else ""
+        return self.answer.place if self.answer else ""
 
     def begun(self) -> Mapping[str, int] | None:
         """The highest number that it has begun, by what it waits in; None if it cannot say."""
-        answer = self.suspect.answer if self.suspect else None
-        return None if answer is None else {**answer.begun, VOTE: self.rank.memory.votes}
+        return {**self.answer.begun, VOTE: self.rank.memory.votes} if self.answer else None
 
 
 @dataclasses.dataclass(eq=False)
@@ -601,6 +603,6 @@ def _words(waits: Mapping[Wait, WaitingRanks], waiting: Collection[_Watched]) ->
         return "the vote of live state"
     if what == END:
         return "the end of the function"
-    answers = [one.suspect.answer for one in waiting if one.suspect and one.waits_in() == (what, number)]
-    known = next((answer.waits for answer in answers if answer), "")
+    said = (one.answer.waits for one in waiting if one.answer and one.waits_in() == (what, number))
+    known = next(said, "")
     return known or (f"collective #{number} of group {what}" if what else "an operation of all ranks")
