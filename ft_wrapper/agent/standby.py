@@ -36,6 +36,7 @@ import time
 import types
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,7 @@ BOOT = (
     "main()"
 )
 
+_NAMES_WITHIN = 1.0  # seconds; a fork takes milliseconds, but imports of the template may be on
 _MAX_MESSAGE = 1 << 20
 _TOGETHER = 0.1  # seconds between the signals to two processes, if their sender signals all
 _FORK = b"fork"
@@ -210,6 +212,8 @@ class Standby:
         Returns:
             The requests that were not carried out.
         """
+        if self._asked is not None:  # a process that it has forked, and not named, would stay a zombie
+            connection.wait([self._socket], min(_NAMES_WITHIN, timeout))
         self.process.kill()
         try:
             self.process.wait(timeout)
