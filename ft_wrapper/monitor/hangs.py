@@ -478,7 +478,8 @@ class HangWatch:
         """How long a rank has to be still until it counts: longer at a line where it may sleep."""
         memory = one.rank.memory
         hold = evidence.LIVE if memory.votes else evidence.PLAIN
-        stuck = max(hold.stuck, self.steps.places.get(one.place, 0.0))
+        # Not at an unknown line: what holds the GIL there is not always the same.
+        stuck = max(hold.stuck, self.steps.places.get(one.place, 0.0) if one.place else 0.0)
         # Once more at the same step: it sleeps there each time.
         if self._alarms.get(one.place, _NEVER) == _step_of(memory):
             stuck = max(stuck, one.rank.limits.soft)
@@ -501,7 +502,8 @@ class HangWatch:
         if kind is Kind.STOPPED:
             does = kind.value
         elif kind is Kind.WAITS and answer:
-            does = f"in {answer.waits} {answer.words}"
+            inside = answer.waits or _words({one.waits_in() or ("", 0): WaitingRanks(1, 0)}, [])
+            does = f"waiting in {inside}, {answer.words},"
         elif answer and answer.worker:
             does = f"waiting for its loader's worker {answer.worker}, which is stopped or dead,"
         if kind in _SLOW:
