@@ -366,6 +366,20 @@ def _together(parts: Iterable[Mapping[Wait, WaitingRanks]]) -> dict[Wait, Waitin
     return found
 
 
+def comes_again(alarms: Mapping[str, int | None], place: str, step: int | None, pings: int) -> bool:
+    """Whether a rank is asleep at a line again in the step in which that was an alarm before.
+
+    Args:
+        alarms: by line, the step of the last alarm; None if steps have no numbers.
+        place: the line.
+        step: the step that the rank is in.
+        pings: how often it has pinged in its iteration: without numbers, its first step is done again.
+    """
+    if place not in alarms:
+        return False
+    return pings == 1 if alarms[place] is None else step == alarms[place]
+
+
 def is_behind(begun: Mapping[str, int] | None, waits: Iterable[Wait]) -> bool:
     """Whether a rank that hangs has not begun what others wait in; without numbers, whether any rank waits.
 

@@ -56,7 +56,6 @@ _CLAIM_AFTER = 0.25  # seconds of suspicion
 _SLOW = (Kind.BUSY, Kind.NO_GIL)
 _IDLE = 0.1  # seconds until it looks whether the ranks can be watched now
 _MOST_WAITS = 4
-_NEVER = -10
 _UNKNOWN_AFTER = 10.0  # seconds without a ping, while it is not known how long steps take
 _COMPILES_FOR = 10.0  # seconds without a movement; C++ compilers are children
 _ITSELF = -1
@@ -481,7 +480,7 @@ class HangWatch:
         # Not at an unknown line: what holds the GIL there is not always the same.
         stuck = max(hold.stuck, self.steps.places.get(one.place, 0.0) if one.place else 0.0)
         # Once more at the same step: it sleeps there each time.
-        if self._alarms.get(one.place, _NEVER) == _step_of(memory):
+        if evidence.comes_again(self._alarms, one.place, memory.step, memory.pings):
             stuck = max(stuck, one.rank.limits.soft)
         return hold._replace(stuck=stuck)
 
@@ -509,7 +508,7 @@ class HangWatch:
         if kind in _SLOW:
             self.steps.alarm(one.place, memory.step)
         elif kind is Kind.STUCK and answer:
-            self._alarms[one.place] = _step_of(memory)
+            self._alarms[one.place] = memory.step
         one.accused_at = now
         one.accusation = f"{what}: {does} for {seconds}; steps take {duration(self.steps.median)}"
         holds_gil = answer is None and kind is not Kind.STOPPED
@@ -590,12 +589,6 @@ class HangWatch:
             self._store = self.connect()
             self._store.patience = _PATIENCE
         return self._store
-
-
-def _step_of(memory: RankMemory) -> int:
-    """The step that a rank is in; without numbers the first one of an iteration, or another."""
-    step = memory.step
-    return step if step is not None else min(memory.pings, 3) - 3
 
 
 def _words(waits: Mapping[Wait, WaitingRanks], waiting: Collection[_Watched]) -> str:

@@ -190,6 +190,14 @@ def test_a_rank_is_behind_if_it_has_not_begun_what_others_wait_in() -> None:
     assert not evidence.is_behind(None, [])
 
 
+def test_a_rank_sleeps_again_only_in_the_step_that_is_done_again() -> None:
+    assert evidence.comes_again({LINE: 7}, LINE, 7, 1)
+    assert not evidence.comes_again({LINE: 7}, LINE, 8, 2)
+    assert not evidence.comes_again({LINE: 7}, "another", 7, 1)
+    assert evidence.comes_again({LINE: None}, LINE, None, 1)
+    assert not evidence.comes_again({LINE: None}, LINE, None, 50), "steps have no numbers"
+
+
 @given(jobs())
 def test_the_odd_ones_are_fewer_than_half(job: tuple[list[list[Wait | None]], int]) -> None:
     nodes, active = job
