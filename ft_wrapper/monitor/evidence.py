@@ -134,7 +134,7 @@ class Suspect:
         self._answers: collections.deque[Whereabouts] = collections.deque(maxlen=2)
         self._sends = self._failed = False
         self.starved = 0.0
-        self.is_worker_lost = False
+        self._worker_lost_at: float | None = None
 
     @property
     def answer(self) -> Whereabouts | None:
@@ -152,6 +152,13 @@ class Suspect:
         self._failed = answer is None
         if answer is not None:
             self._answers.append(answer)
+
+    def worker(self, is_lost: bool, now: float) -> None:
+        """Notes whether the loader's worker that it waits for is stopped, or has ended.
+
+        One that has just ended may have sent what the rank waits for.
+        """
+        self._worker_lost_at = (self._worker_lost_at or now) if is_lost else None
 
     def seen(self, seen: Look, now: float) -> None:
         """Notes a look."""
@@ -203,7 +210,8 @@ class Suspect:
             is_same = all(one.inside == answer.inside for one in self._answers)
             return Kind.WAITS if is_same else Kind.UNKNOWN
         if answer.worker:
-            return Kind.STUCK if self.is_worker_lost and now - self._since >= hold.stopped else Kind.LOADER
+            lost_at = now if self._worker_lost_at is None else self._worker_lost_at
+            return Kind.STUCK if now - lost_at >= hold.stopped else Kind.LOADER
         if answer.compiles:
             return Kind.COMPILES
         if last.is_in_file or now - self._copied_at < _FILE_FOR:

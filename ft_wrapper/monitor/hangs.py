@@ -192,7 +192,7 @@ class _Watched:
         answer = suspect.answer
         with contextlib.suppress(OSError):  # it has ended
             suspect.seen(look_at(self.rank.pid, now, answer.thread if answer else 0), now)
-        suspect.is_worker_lost = bool(answer and answer.worker and is_lost(answer.worker))
+        suspect.worker(bool(answer and answer.worker and is_lost(answer.worker)), now)
 
     def kind(self, now: float, hold: Hold) -> Kind:
         """What it is doing."""

@@ -92,8 +92,13 @@ def test_a_rank_whose_loaders_worker_is_lost_is_stuck() -> None:
     now = looks(suspect, 0.5)
     suspect.heard(Whereabouts(worker=12), now)
     assert suspect.kind(now, LIVE) is Kind.LOADER
-    suspect.is_worker_lost = True
-    assert suspect.kind(now, LIVE) is Kind.STUCK
+    suspect.worker(True, now)
+    assert suspect.kind(now, LIVE) is Kind.LOADER, "it may have sent what the rank waits for"
+    suspect.heard(Whereabouts(worker=12), now + 0.3)
+    suspect.worker(True, now + 0.3)
+    assert suspect.kind(now + 0.3, LIVE) is Kind.STUCK
+    suspect.worker(False, now + 0.3)
+    assert suspect.kind(now + 0.3, LIVE) is Kind.LOADER
 
 
 @pytest.mark.parametrize(("hold", "seconds"), [(LIVE, 0.8), (PLAIN, 5.0)])
