@@ -367,7 +367,8 @@ class RankMonitor:
         self._is_dying = False  # or has died
         self._is_death_published = False
         self._left_out_at = math.inf  # when the heart saw that an iteration began without this rank
-        self._publishers: list[threading.Thread] = []  # of soft timeouts
+        self._publishers: list[threading.Thread] = []
+        self._publishing = threading.Lock()
         self._step_emitted_at, self._step_emitted = -math.inf, dict[str, Any]()
         self._accusation: Accusation | None = None
         self._excused = -1, 0  # iteration, and how often a compilation there was given more time
@@ -584,7 +585,7 @@ class RankMonitor:
         self.memory.slow = 0.0 if how is None else how.share
         if how is not None and slow.is_lasting:
             if self.limits.replaces_slow:
-                in_background("replacing a slow rank", self._replace_slow)
+                self._publish("replacing a slow rank", self._replace_slow)
             return
         if how is None:
             words = "%s is no longer slow, after %s; the job would have been %s faster without that"
@@ -600,7 +601,7 @@ class RankMonitor:
             self._emit("slow", view, rank=self.rank, since=since, cost=slow.cost, **fields)
             line = f"{self._name()}: {how}" if how else ""
             entry = Append(names.slow(view.n), json.dumps([self.member.slot, line]))
-            in_background("noting a slow rank", lambda: self._write(entry))
+            self._publish("noting a slow rank", lambda: self._write(entry))
 
     def _write(self, entry: Append) -> None:
         with contextlib.suppress(StoreError):  # it is only for `ftrun status`
@@ -619,6 +620,8 @@ class RankMonitor:
                 memory.leave_requested = memory.looks = True
 
     def _carry_out(self, accused: Accusation, pidfd: int) -> None:
+        if accused.n != self.memory.iteration:
+            return  # it has left after all
         if accused.ends:
             self._end_rank(pidfd, accused.message, at_once=True)
         elif self._reported < accused.n:
@@ -636,8 +639,13 @@ class RankMonitor:
         # In another thread: an unreachable store must not delay the hard timeout.
         what = f"telling the other ranks that {self._name()} hangs"
         publish = functools.partial(self._publish_soft_timeout, accused, excusable=excusable)
-        publisher = in_background(what, publish)
-        self._publishers = [*(one for one in self._publishers if one.is_alive()), publisher]
+        self._publish(what, publish)
+
+    def _publish(self, what: str, action: Callable[[], None]) -> None:
+        """Uses the store in a thread that `close` waits for; from any thread."""
+        with self._publishing:
+            alive = [one for one in self._publishers if one.is_alive()]
+            self._publishers = [*alive, in_background(what, action)]
 
     def _publish_soft_timeout(self, accused: Accusation, *, excusable: bool) -> None:
         view, n = self.view, accused.n
@@ -679,7 +687,11 @@ class RankMonitor:
             message: what it did.
             at_once: whether SIGTERM is of no use.
         """
+        n = self.memory.iteration
         place = None if is_stopped(self.pid) else describe_main_thread(self.memory, self.pid, pidfd)
+        if self.memory.iteration != n:  # the question's signal has ended its sleep: in C with the GIL 4 of 4
+            log.warning("%s %s; when asked where it stands, it left", self._name(), message)
+            return
         if place is not None:
             message += f" and stood {place}"
         log.warning("%s %s: its process is ended", self._name(), message)

@@ -240,6 +240,8 @@ class Resources:
             IS_SLOW: self._call_on_slow,
         }
         watchdog = threads.ProgressWatchdog(memory, interval, self.questions, answers, is_main_thread)
+        self._on_slow: threading.Thread | None = None
+        owned.callback(self._await_on_slow)
         owned.callback(watchdog.stop)
 
     def _call_on_slow(self, said: bytes) -> None:
@@ -253,7 +255,13 @@ class Resources:
             except Exception:
                 log.exception("on_slow failed on rank %d; training goes on", slow.rank)
 
-        in_background("on_slow", call)
+        self._on_slow = in_background("on_slow", call)
+
+    def _await_on_slow(self) -> None:
+        if self._on_slow is not None:
+            self._on_slow.join(self.settings.termination_grace_time)
+            if self._on_slow.is_alive():
+                log.warning("on_slow has not returned; it is left behind")
 
     def _find_monitor(self, limits: AllLimits, slot: int) -> MonitorLine:
         """The monitor inside the agent, if there is one; otherwise one in its own process."""
