@@ -16,8 +16,6 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from .look import Look
-
 SUSPECT_AFTER = 0.15  # seconds, at least
 _STEPS = 4  # median steps until a rank is suspected
 _ENOUGH = 5  # measured steps before any rank is
@@ -99,6 +97,36 @@ class StepTimings:
     steps: Mapping[int, tuple[float, float]]
     step: float
     collectives: float
+
+
+class Look(NamedTuple):
+    """One look at a process. Times are in nanoseconds.
+
+    Args:
+        at: when it was made.
+        state: of the main thread, as ``/proc`` has it; ``F``: frozen.
+        run: how long the main thread has run.
+        waited: how long it has waited for a processor.
+        slices: how often it got one.
+        elsewhere: how long other threads and descendants have run.
+        transport: how long gloo's thread has run.
+        copied: bytes that it has read and written by files' calls.
+        are_others_ready: whether another thread or descendant runs, or waits for a processor or a disk.
+        is_in_file: whether the main thread is in a call that works on files.
+        ends_soon: whether it is in a call that ends by a timeout.
+    """
+
+    at: int
+    state: str
+    run: int
+    waited: int
+    slices: int
+    elsewhere: int
+    transport: int
+    copied: int
+    are_others_ready: bool
+    is_in_file: bool
+    ends_soon: bool
 
 
 class Hold(NamedTuple):

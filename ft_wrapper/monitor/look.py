@@ -11,7 +11,8 @@ import pathlib
 import stat
 import struct
 from collections.abc import Collection, Iterator
-from typing import NamedTuple
+
+from .evidence import Look
 
 _FREEZERS = ("__refrigerator", "do_freezer_trap")
 # By machine: calls that work on files; those that do if their descriptor is a file's; and those with a
@@ -40,36 +41,6 @@ _FILES, _OF_FILES, _ENDING = _CALLS.get(os.uname().machine, (set(), set(), {}))
 _SOON = 120.0  # seconds: a wait that ends by then is not a hang, though it may be a loop of such waits
 _GLOO = "gloo"  # its thread is named after it
 _TICK = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
-
-
-class Look(NamedTuple):
-    """One look at a process. Times are in nanoseconds.
-
-    Args:
-        at: when it was made.
-        state: of the main thread, as ``/proc`` has it; ``F``: frozen.
-        run: how long the main thread has run.
-        waited: how long it has waited for a processor.
-        slices: how often it got one.
-        elsewhere: how long other threads and descendants have run.
-        transport: how long gloo's thread has run.
-        copied: bytes that it has read and written by files' calls.
-        are_others_ready: whether another thread or descendant runs, or waits for a processor or a disk.
-        is_in_file: whether the main thread is in a call that works on files.
-        ends_soon: whether it is in a call that ends by a timeout.
-    """
-
-    at: int
-    state: str
-    run: int
-    waited: int
-    slices: int
-    elsewhere: int
-    transport: int
-    copied: int
-    are_others_ready: bool
-    is_in_file: bool
-    ends_soon: bool
 
 
 def look_at(pid: int, now: float, own_thread: int = 0) -> Look:

@@ -42,11 +42,11 @@ from ..store.bounded import in_background, take_or_make
 from . import messages
 from .evidence import IS_SLOW
 from .frames import describe_main_thread, is_stopped
-from .hangs import Accusation
 from .heart import Heart
 from .messages import Message, Reply
 from .shared_memory import Phase, RankMemory
 from .slow import PacedRank
+from .watched import Accusation
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from ft_wrapper.monitor.look import Look, descendants, is_lost, look_at, slices
+from ft_wrapper.monitor.evidence import Look
+from ft_wrapper.monitor.look import descendants, is_lost, look_at, slices
 
 LIMIT = 60.0  # seconds, however busy the machine is
 READY = "import os, sys, time; os.write(1, b'!');"

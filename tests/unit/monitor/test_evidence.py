@@ -15,13 +15,13 @@ from ft_wrapper.monitor.evidence import (
     Claim,
     Hold,
     Kind,
+    Look,
     StepTimes,
     Suspect,
     Wait,
     WaitingRanks,
     Whereabouts,
 )
-from ft_wrapper.monitor.look import Look
 
 MS = 1_000_000
 LINE = "data.py:41"
