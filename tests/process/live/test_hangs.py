@@ -217,3 +217,26 @@ def test_a_hang_without_live_state_is_found_too(job: Job) -> None:
         assert culprits == [CULPRIT]
         where = "collective #[0-9]+ of group 0: asleep at test_hangs.py:[0-9]+ in hang for"
         assert re.search(f"did not come to {where}", cause), cause
+
+
+def sleeps_in_c(rank: Rank) -> list[Any]:
+    """A rank sleeps in C with the GIL held, until the signal that asks where it stands."""
+    reports: list[Any] = []
+
+    @Wrapper(
+        **with_limits(**{**SETTINGS, "soft_timeout": 1.0, "hard_timeout": 2.0}, on_restart=reports.append)
+    )
+    def train(call_wrapper: CallWrapper) -> int:
+        dist.init_process_group("gloo")
+        if rank.slot == CULPRIT and not reports:
+            ctypes.PyDLL(None).sleep(100_000)
+        dist.all_reduce(torch.ones(1))
+        return call_wrapper.iteration
+
+    return [train(), len(reports)]
+
+
+def test_a_rank_that_leaves_when_it_is_asked_where_it_stands_is_not_ended(job: Job) -> None:
+    job.start(2, sleeps_in_c)
+    job.wait_for_end()
+    assert [job[slot].value for slot in range(2)] == [[1, 1]] * 2
