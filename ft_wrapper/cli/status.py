@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from ..attribution import Interruption
 from ..protocol import Agreement, keys
-from ..protocol.operations import Operations, read_log
+from ..protocol.operations import Operations, read, read_log
 from ..protocol.records import FAULT
 from ..rendezvous.record import Node, NodePlace, QuarantinedNode, RendezvousRecord
 from ..report import table
@@ -91,6 +91,7 @@ class Status:
             store was not asked.
         last_notice: who asked for a checkpoint last, and why; empty if there was no notice.
         slow: each rank that is slow now: how slow, and why.
+        learned: how long steps take, and from when on a rank hangs; empty if that is not known.
     """
 
     state: str
@@ -103,6 +104,7 @@ class Status:
     nodes: tuple[NodeStatus, ...] = ()
     last_notice: str = ""
     slow: tuple[str, ...] = ()
+    learned: str = dataclasses.field(default="", compare=False)  # no change of it is news
 
     def to_json(self) -> str:
         """All of it, as one JSON object."""
@@ -140,7 +142,7 @@ class Status:
         lines += table(rows, "  ")
         if self.last_faults is not None:
             lines.append(f"last fault: {self.last_faults}")
-        return lines + [f"slow: {one}" for one in self.slow]
+        return lines + [f"slow: {one}" for one in self.slow] + [self.learned] * bool(self.learned)
 
     def _of_the_nodes(self) -> list[str]:
         if not self.nodes:
@@ -187,7 +189,8 @@ def read_status(store: Operations) -> Status:
     active, cause = agreement.entering.active_in(n) or None, describe_faults(faults) if faults else None
     slow = dict[int, str](json.loads(entry) for entry in read_log(store, keys.slow(n)))
     lines = tuple(filter(None, slow.values()))
-    return Status(state, view.call, n, len(members), active, tuple(ranks), cause, slow=lines)
+    learned = read(store, keys.learned(n)) or ""
+    return Status(state, view.call, n, len(members), active, tuple(ranks), cause, slow=lines, learned=learned)
 
 
 def watch(

@@ -16,6 +16,8 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from .._text import duration
+
 SUSPECT_AFTER = 0.15  # seconds, at least
 _STEPS = 4  # median steps until a rank is suspected
 _ENOUGH = 5  # measured steps before any rank is
@@ -288,6 +290,11 @@ class StepTimes:
     def limit(self, place: str = "") -> float:
         """Seconds that a rank may be busy at a line while other ranks wait for it."""
         return max(2 * self.longest, 30 * self.median, self.places.get(place, 0.0)) + 1.0
+
+    def words(self, *, is_live: bool) -> str:
+        """Describes what is known; busy ranks have a limit only with live state."""
+        busy = f"; a rank that is busy for {duration(self.limit())} hangs" if is_live else ""
+        return f"steps take {duration(self.median)}{busy}"
 
     def passed(self, stretches: int, seconds: float) -> None:
         """Learns from the time that some stretches took together."""

@@ -1,7 +1,8 @@
 """What the nodes of a job tell each other about ranks that hang or are slow, in the store.
 
 A node whose active ranks all wait or hang claims so, in one key; nodes with a rank that hangs read the
-claims. How late ranks are, each node says in a key of its own; the node of active rank 0 says what is usual.
+claims. How late ranks are, each node says in a key of its own; the node of active rank 0 says what is usual,
+and what it knows of the steps.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from .lateness import Pace, usual_pace
 
 _PATIENCE = 5.0  # seconds without the store
 _READ_EVERY = 0.2  # seconds between two looks at the claims
-_PACES_EVERY = 10.0  # seconds
+_PACES_EVERY = 10.0  # seconds between two messages while nobody is suspected
 
 
 class Exchange:
@@ -30,7 +31,7 @@ class Exchange:
     def __init__(self, connect: Callable[[], Operations], name: str) -> None:
         self._connect, self._name = connect, name
         self._store: Operations | None = None
-        self._read_at = self._paces_at = 0.0
+        self._read_at = self._paces_at = self._learned_at = 0.0
         self.is_alone = False
         self.begin(-1)
 
@@ -39,6 +40,7 @@ class Exchange:
         self._n, self._compiles = n, False
         self._claimed: Claim | None = None
         self._listed: set[str] = set()
+        self._learned = ""
 
     def close(self) -> None:
         """Closes the client."""
@@ -65,6 +67,13 @@ class Exchange:
         if compiles is not self._compiles:
             self._open().execute([Write({keys.excuse(self._n): "compiling" if compiles else ""})])
             self._compiles = compiles
+
+    def note_learned(self, learned: str, now: float) -> None:
+        """Notes what is known of the steps, for `ftrun status`."""
+        if learned != self._learned and now >= self._learned_at:
+            self._learned_at = now + _PACES_EVERY
+            self._open().execute([Write({keys.learned(self._n): learned})])
+            self._learned = learned
 
     def paces(self, mine: Pace | None, now: float, *, is_first: bool) -> Pace | None:
         """Says how late this node's ranks are; returns how late the job's usually are, if that is news.

@@ -11,7 +11,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from .._text import duration
 from ..exception import StoreError
@@ -154,7 +154,7 @@ class HangWatch:
         self._judge(watched, now)
         return min(max(_FIRST_GAP, (now - self._suspected_at) / 20), _MOST_GAP)
 
-    def _find_slow(self, watched: Collection[Watched], now: float) -> None:
+    def _find_slow(self, watched: Sequence[Watched], now: float) -> None:
         """Follows the ranks' steps, and says which of them are slow."""
         of = {one.paced: one for one in watched}
         for one in watched:
@@ -167,6 +167,8 @@ class HangWatch:
         is_first = any(one.rank.memory.active_rank == 0 for one in watched)
         if usual := self._nodes.paces(self._slow.pace, now, is_first=is_first):
             self._slow.heard(usual)
+        if is_first and self.steps.median:
+            self._nodes.note_learned(self.steps.words(is_live=watched[0].rank.memory.votes > 0), now)
         for paced in self._slow.turn([*of], self._n, self.steps.median, now, ask):
             of[paced].rank.note_slow(paced)
 

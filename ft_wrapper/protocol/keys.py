@@ -97,6 +97,8 @@ claims = _of_iteration("claims")
 claim = _of_iteration("claim")
 # Register: why ranks of n may take long; empty or absent if they may not.
 excuse = _of_iteration("excuse")
+# Register, for people: what is known of the steps.
+learned = _of_iteration("learned")
 # Log: hearts that have said how late their ranks are; and what each says, by its name. Without a name: what
 # is usual in the job, by the heart of active rank 0.
 paces = _of_iteration("paces")

@@ -75,6 +75,8 @@ def test_a_rank_that_sleeps_is_named_with_its_line_until_it_is_quick(tmp_path: P
         await_that(lambda: bool(job.events("slow")), job)
         address = endpoint_of(job)
         await_that(lambda: "\nslow: " in ftrun("status", address).stdout, job)
+        known = r"\nsteps take [\d.]+ ms; a rank that is busy for [\d.]+ s hangs\n"
+        await_that(lambda: bool(re.search(known, ftrun("status", address).stdout)), job)
         (tmp_path / "quick").touch()
         await_that(lambda: len(job.events("slow")) == 2, job)
         (tmp_path / "finish").touch()
