@@ -6,7 +6,6 @@ Names are loaded at their first use: ``ftrun report`` and the like need no torch
 import os
 
 from . import _names
-from . import exception as exception
 from . import log_lines as _log_lines
 
 __version__ = "0.3.0"  # the build reads it

@@ -44,7 +44,7 @@ class Budget:
 
 
 LINES = {
-    "top": Budget(990, 1300),
+    "top": Budget(990, 1299),
     "cli": Budget(770, 808),
     "restart": Budget(1240, 1560),
     "rank_assignment": Budget(500),
