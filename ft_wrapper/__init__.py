@@ -6,7 +6,6 @@ Names are loaded at their first use: ``ftrun report`` and the like need no torch
 import os
 
 from . import _names
-from . import exception as exception
 from . import log_lines as _log_lines
 
 __version__ = "0.3.0"  # the build reads it
@@ -14,6 +13,3 @@ __version__ = "0.3.0"  # the build reads it
 __getattr__, __dir__, __all__ = _names.attach(__name__, __path__[0])
 if "FT_WRAPPER_AGENT" in os.environ:  # a rank of ftrun
     _log_lines.install()
-# Not in that module itself, which decides nothing and warns of nothing.
-_old = {"Drained": "RankDrained", "Excluded": "RankExcluded"}
-vars(exception)["__getattr__"] = _names.of_module(exception.__name__, vars(exception), _old)

@@ -19,9 +19,7 @@ from .state import FrozenState as FrozenState
 from .state import Mode as Mode
 from .state import State as State
 from .torch_groups.leaks import Leak as Leak
-from .torch_groups.leaks import Leftover as Leftover
 from .torch_groups.leaks import find_leaks as find_leaks
-from .torch_groups.leaks import leftovers as leftovers
 from .wrapper import CallWrapper as CallWrapper
 from .wrapper import Wrapper as Wrapper
 

@@ -19,7 +19,6 @@ from typing import Any, TypeAlias
 
 import psutil
 
-from . import _names
 from .compose import Compose, PlugIn
 from .settings import as_seconds, check_callable, check_kind
 from .state import FrozenState
@@ -109,8 +108,6 @@ class AbortProcesses(Abort):
         keep: called with each ``psutil.Process``. Processes for which it returns True are kept.
         termination_grace_time: how long to wait after SIGTERM, and again after SIGKILL: a ``timedelta`` or
             seconds.
-        find: the old name of ``processes``, for one release.
-        spare: the old name of ``keep``, for one release.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -122,12 +119,7 @@ class AbortProcesses(Abort):
         processes: Callable[[], Processes] | Processes | None = None,
         keep: Callable[[psutil.Process], bool] | None = None,
         termination_grace_time: float | timedelta = 1.0,
-        *,
-        find: Callable[[], Processes] | Processes | None = None,
-        spare: Callable[[psutil.Process], bool] | None = None,
     ) -> None:
-        processes = _names.take_argument("AbortProcesses", "find", find, "processes", processes)
-        keep = _names.take_argument("AbortProcesses", "spare", spare, "keep", keep)
         if keep is not None:
             check_callable("keep", keep, "keep=lambda process: process.pid == server.pid")
         if processes is None:

@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from ._files import check_own_file, owners_only
-from ._names import of_module
 
 log = logging.getLogger(__name__)
 
@@ -119,6 +118,3 @@ def read_lines(path: str) -> Iterator[Record | ValueError]:
                 yield found
             except (ValueError, AttributeError, KeyError, RecursionError):  # the last if nested too deeply
                 yield ValueError(f"{path}:{number}: no JSON record of an event")
-
-
-__getattr__ = of_module(__name__, globals(), {"read": "load", "check": "check_events_file"})

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from . import _names, check
+from . import check
 from .attribution import InterruptionRecord, by_blame
 from .check import WATCHDOG
 from .compose import known_signature
@@ -234,21 +234,6 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *given, **named: (found := reference()) and found(*given, **named)
 
 
-# Arguments of Wrapper that are now arguments of Limits.
-_MOVED = {**{name: name for name in about(Limits)}, "unwind_grace": "cleanup_timeout"}
-
-
-def _with_limits(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments, with the moved ones in ``limits``."""
-    moved = {name: arguments.pop(name) for name in _MOVED if name in arguments}
-    for name in moved:
-        _names.warn(f"Wrapper({name}=)", f"Wrapper(limits=Limits({_MOVED[name]}=))", 4)
-    if (moved and "limits" in arguments) or moved.keys() >= {"unwind_grace", "cleanup_timeout"}:
-        raise TypeError(f"Wrapper: pass {moved} only in limits=, by their new names")
-    given = Limits(**{_MOVED[name]: value for name, value in moved.items()})
-    return {"limits": given, **arguments}
-
-
 class Wrapper:
     """Keeps a distributed training function going through faults, in the processes that survive them.
 
@@ -329,9 +314,12 @@ class Wrapper:
     if not TYPE_CHECKING:  # they read `__new__`, which the bare decorator needs
 
         def __init__(self, **arguments):
-            for name in arguments.keys() - about(Settings).keys() - _MOVED.keys():
+            if moved := [name for name in arguments if name in about(Limits)]:
+                given = f"Wrapper(limits=Limits({'=..., '.join(moved)}=...))"
+                raise TypeError(f"{moved[0]} is an argument of Limits now: {given}")
+            for name in arguments.keys() - about(Settings).keys():
                 raise TypeError(f"Wrapper() got an unexpected keyword argument {name!r}")
-            self.settings = Settings(**_with_limits(arguments))
+            self.settings = Settings(**arguments)
             check_together(self.settings)
             if not torch.distributed.is_available():
                 raise RuntimeError("torch was built without torch.distributed; install a build that has it")

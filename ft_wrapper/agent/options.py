@@ -172,7 +172,6 @@ OWN_OPTIONS = {
     "--events DIR": "write what happens on this node to DIR/events-HOST.jsonl, for ftrun report (default: "
     f"the file that {events.ENV} names, else --log-dir, if it is given)",
     "--metrics PORT": f"answer health checks and Prometheus here; HOST:PORT too (default: {ADDRESS_ENV})",
-    "--no-standby": argparse.SUPPRESS,
     "--no-fork": "start each rank separately, instead of forking it from a process that has imported "
     "torch (always so with --no-python and PYTHON_EXEC)",
 }
@@ -565,7 +564,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
         "script": args.training_script,
         "drain_timeout": _drain_timeout(parser, args, backend),
         "policy": policy,
-        "forks": not (args.no_fork or args.no_standby),
+        "forks": not args.no_fork,
         "variables": _variables(args),
         "log_line_prefix": _log_line_prefix(parser, args),
         "node_check": _node_check(parser, args, backend),
@@ -590,8 +589,6 @@ def _variables(args: argparse.Namespace) -> dict[str, str]:
 
 
 def _warn_of_what_has_no_effect(parser: Parser, args: argparse.Namespace) -> None:
-    if args.no_standby:
-        parser.warn("--no-standby is --no-fork now; the old name goes with the next release")
     for option, instead in NO_EFFECT.items():
         value = getattr(args, name(option))
         if value and value != NO_HANDLER:

@@ -10,9 +10,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from .. import _names
 from ..exception import JobAbort, for_good
 from ..protocol import keys
 from ..protocol.operations import Notify, Write, read, set_if_absent
@@ -22,7 +20,6 @@ from ..store import BarrierTimeout
 from ..wrapper import CallWrapper
 from . import folders
 
-__getattr__ = _names.of_module(__name__, {"Checkpoint.step": folders.step_of}, {"step_of": "Checkpoint.step"})
 log = logging.getLogger(__name__)
 
 _SEEN_WITHIN = 10.0  # seconds within which a file server shows a host what another host has written
@@ -60,17 +57,6 @@ class Checkpoint:
         return str(self.path)
 
     __str__ = __fspath__
-
-    if not TYPE_CHECKING:  # `Checkpoints.newest` returned the path
-
-        def __getattr__(self, name):
-            found = getattr(object.__getattribute__(self, "path"), name)
-            _names.warn(f"Checkpoint.{name}", f"Checkpoint.path.{name}")
-            return found
-
-        def __truediv__(self, name):
-            _names.warn("Checkpoint / name", "Checkpoint.path / name")
-            return self.path / name
 
 
 class Checkpoints:
@@ -135,8 +121,6 @@ class Checkpoints:
         self._run = self._enter()
 
     # ---- for users
-
-    folder = _names.attribute("Checkpoints", "folder", "path")
 
     def path(self, step: int) -> Path:
         """Where this iteration writes the checkpoint of a step: the same path on all ranks.

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import _names
 from ..checkpoints import Checkpoints
 from ..exception import JobAbort, for_good
 from ..live.data import seed_all
@@ -59,8 +58,6 @@ class FT:
         with for_good("FT"):
             every = as_int("every", every, at_least=1)
         self.callback = Callback(call_wrapper, self._checkpoints, every, seed)
-
-    checkpoint = _names.attribute("FT", "checkpoint", "callback")
 
     def trainer(self, *plugins: Any) -> dict[str, Any]:
         """For ``Trainer(**…)`` and ``Fabric(**…)``: accelerator, devices, num_nodes; plugins, with yours."""

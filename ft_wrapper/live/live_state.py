@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .._names import take_argument
 from .._text import duration, plural
 from ..exception import JobAbort, for_good
 from ..settings import as_int, as_limit, check_callable
@@ -63,7 +62,6 @@ class LiveState:
         on_notice: saves a checkpoint when there may not be much time left. Called with the dict and the
             number of committed steps, on all active ranks behind the same commit, once for each
             `CallWrapper.notice`; again if a fault came before all had returned.
-        every: the old name of ``copy_every``.
 
     Raises:
         JobAbort: an error that would come back in each iteration: a wrong argument, a wrong result of
@@ -85,7 +83,6 @@ class LiveState:
         verify_every: int | None = None,
         name: str = "state",
         on_notice: Callable[[Objects, int], object] | None = None,
-        every: int | None = None,
     ) -> None:
         began = time.monotonic()
         with for_good("LiveState"):
@@ -94,7 +91,6 @@ class LiveState:
             self._seed_by = functools.partial(seed_all, self._seed)
             self._verify_every = as_limit("verify_every", verify_every, at_least=1)
             self._buddies = as_int("buddies", buddies, at_least=0)
-            copy_every = take_argument("LiveState", "every", every, "copy_every", copy_every)
             self._copy_every = copy_every = as_limit("copy_every", copy_every, at_least=1) or 50
             self._form = form = Form(build) if mesh is None else Sharded(build, mesh)
         _check_group(call_wrapper)

@@ -5,7 +5,6 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from .._names import attribute, of_module
 from .._text import IN_LINE, cut, duration, place, plural
 from ..attribution import Interruption, by_blame
 from ..protocol.entering import Entered
@@ -27,9 +26,6 @@ class Promotion:
 
     slot: int
     rank: int
-
-    initial_rank = attribute("Promotion", "initial_rank", "slot")
-    active_rank = attribute("Promotion", "active_rank", "rank")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,11 +71,6 @@ class RestartReport:
     excluded: str = ""
     culprit_slots: tuple[int, ...] = ()
     replacements: tuple[Promotion, ...] = ()
-
-    lost = attribute("RestartReport", "lost", "lost_slots")
-    joined = attribute("RestartReport", "joined", "joined_slots")
-    took_over = attribute("RestartReport", "took_over", "promoted")
-    recompiling = attribute("RestartReport", "recompiling", "recompiled_ranks")
 
     @property
     def kind(self) -> str:
@@ -383,6 +374,3 @@ def _waited_for(whole: _Whole, said: _Said) -> dict[Member, str]:
             if is_busy and count.is_exact and count.number < counts[fault.member].number:
                 named.setdefault(member, f"did not reach {fault.position}")
     return named
-
-
-__getattr__ = of_module(__name__, globals(), {"TookOver": "Promotion"})

@@ -28,7 +28,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .. import _names, events
+from .. import events
 from ..finalize import Finalize
 from ..initialize import Initialize
 from ..settings import as_limit
@@ -414,6 +414,3 @@ def _one_of(kinds: type[E], name: str, value: Any) -> E:
 
 def _known_names(kinds: type[enum.Enum]) -> str:
     return ", ".join(kind.value for kind in kinds)
-
-
-__getattr__ = _names.of_module(__name__, globals(), {"Fault": "FaultKind"})

@@ -23,7 +23,6 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from .. import _names
 from .fake_store import Clock, Waiter
 
 try:
@@ -531,6 +530,3 @@ def _text(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(map(_text, value))
     return repr(value)
-
-
-__getattr__ = _names.of_module(__name__, globals(), {"Policy": "TurnPolicy"})

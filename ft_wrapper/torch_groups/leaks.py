@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 
-from .. import _names
 from ..monitor.frames import current_frames
 from . import tracker
 from .release import wait_for_released_groups
@@ -61,9 +60,6 @@ class Leak:
     referrer: str | None
     cycle: str | None = None
     within: bool = False
-
-    what = _names.attribute("Leak", "what", "kind")
-    held_by = _names.attribute("Leak", "held_by", "referrer")
 
     def __str__(self) -> str:
         """One line."""
@@ -112,16 +108,6 @@ def find_leaks() -> list[Leak]:
 
 def _depth(made: object) -> int:
     return 0 if isinstance(made, torch.nn.Module) else 2 if kind_of(made) == "ProcessGroup" else 1
-
-
-Leftover = Leak
-"""The old name of `Leak`, for one release."""
-
-
-def leftovers() -> list[Leak]:
-    """The old name of `find_leaks`, for one release."""
-    _names.warn("leftovers()", "find_leaks()")
-    return find_leaks()
 
 
 # What refers to an object -----------------------------------------------------------------------------------

@@ -54,9 +54,6 @@ def test_examples_use_no_old_form() -> None:
         given = {keyword.arg for call in calls if call.func.id == "Wrapper" for keyword in call.keywords}
         old = given - {None} - inspect.signature(Wrapper).parameters.keys() | given & {"use_global_iteration"}
         assert not old, path
-        assert not re.search(r"\bstep_of\b|\bcheckpoints\.folder\(|\bft\.checkpoint\b", path.read_text()), (
-            path
-        )
 
 
 def run(*command: object, **environment: str) -> subprocess.CompletedProcess[str]:

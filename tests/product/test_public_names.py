@@ -14,8 +14,8 @@ import ft_wrapper
 
 NAMES = {
     "": (
-        "Wrapper CallWrapper Limits Compose State FrozenState Mode Leak find_leaks Leftover leftovers "
-        "RestartReport SlowRank store"
+        "Wrapper CallWrapper Limits Compose State FrozenState Mode Leak find_leaks RestartReport SlowRank "
+        "store"
     ),
     "initialize": "Initialize RetryController",
     "abort": "Abort AbortTorchDistributed AbortTransformerEngine AbortProcesses",

@@ -7,12 +7,10 @@ import os
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from ft_wrapper import checkpoints
-from ft_wrapper.checkpoints import Checkpoint, Checkpoints, folders
+from ft_wrapper.checkpoints import Checkpoint, folders
 from ft_wrapper.checkpoints.folders import step_of
 
 
@@ -270,23 +268,8 @@ def test_two_jobs_that_begin_at_the_same_moment(tmp_path: Path, monkeypatch: pyt
     assert [folders.job_of(tmp_path, run) for run in (1, 2, 3)] == ["first", "second", "third"]
 
 
-def test_a_checkpoint_is_path_like_and_has_what_its_path_has_for_one_release(tmp_path: Path) -> None:
+def test_a_checkpoint_is_path_like(tmp_path: Path) -> None:
     path = checkpoint(tmp_path, 1, 0, 120)
-    newest: Any = Checkpoint(path, 120)
+    newest = Checkpoint(path, 120)
     assert (os.fspath(newest), str(newest)) == (str(path), str(path))
-    with pytest.warns(DeprecationWarning, match=r"Checkpoint\.name is Checkpoint\.path\.name now") as warned:
-        assert newest.name == "checkpoint-120"
-    assert warned[0].filename == __file__
-    with pytest.warns(DeprecationWarning, match=r"Checkpoint\.path / name"):
-        assert newest / "part" == path / "part"
-    with pytest.raises(AttributeError):
-        _ = newest.nothing
     assert copy.deepcopy(newest) == pickle.loads(pickle.dumps(newest)) == newest
-
-
-def test_old_names_of_checkpoints() -> None:
-    made: Any = object.__new__(Checkpoints)
-    with pytest.warns(DeprecationWarning, match=r"Checkpoints\.folder is path now"):
-        assert made.folder == made.path
-    with pytest.warns(DeprecationWarning, match=r"step_of is Checkpoint\.step now"):
-        assert checkpoints.step_of("checkpoint-7") == 7

@@ -40,6 +40,10 @@ def test_a_timeout_is_caught_as_pythons_own_and_as_the_wrappers() -> None:
             raise exception.TimeoutError("rank 3 is missing")
 
 
+def test_nvrx_calls_a_timeout_so() -> None:
+    assert exception.TimeoutError is exception.RestartTimeout
+
+
 def test_the_message_may_begin_with_an_empty_line() -> None:
     assert in_one_line(RuntimeError("\n\nafter empty ones ")) == "RuntimeError: after empty ones"
 

@@ -167,28 +167,6 @@ def test_processes_of_a_wrong_type() -> None:
             AbortProcesses(lambda found=found: [found])(STATE)  # type: ignore[misc]
 
 
-def test_the_old_names_still_work(helpers: list[subprocess.Popen[bytes]]) -> None:
-    first, second, _ = helpers
-    with pytest.warns(DeprecationWarning) as warned:
-        abort = AbortProcesses(find=[first.pid, second.pid], spare=lambda process: process.pid == second.pid)
-    old = ["AbortProcesses(find=) is processes= now", "AbortProcesses(spare=) is keep= now"]
-    assert [str(each.message).partition(";")[0] for each in warned] == old
-    assert {each.filename for each in warned} == {__file__}
-    abort(STATE)
-    assert first.wait(TIMEOUT) == -15
-    assert second.poll() is None
-
-
-@pytest.mark.parametrize(("new", "old"), [("processes", "find"), ("keep", "spare")])
-def test_an_argument_by_both_of_its_names_is_refused(new: str, old: str) -> None:
-    both: dict[str, Any] = {new: list, old: bool}
-    with (
-        pytest.warns(DeprecationWarning),
-        pytest.raises(TypeError, match=f"leave out {old}=.*, the old name of {new}="),
-    ):
-        AbortProcesses(**both)
-
-
 def test_another_users_process_is_named_and_not_waited_for(
     helpers: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -280,11 +280,8 @@ def test_what_options_stand_for_in_the_environment(tmp_path: Path, monkeypatch: 
     assert "TORCHELASTIC_HEALTH_CHECK_PORT" not in os.environ
 
 
-def test_an_old_name_of_an_option_works_with_a_warning() -> None:
+def test_ranks_are_forked_unless_the_command_line_says_otherwise() -> None:
     assert parsed().forks and not parsed("--no-fork").forks
-    old = parsed("--no-standby")
-    assert not old.forks
-    assert old.warnings == ("--no-standby is --no-fork now; the old name goes with the next release",)
 
 
 # Real jobs ---------------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch._dynamo  # as the first optimizer does, which takes its time
 import torch.distributed as dist
@@ -368,7 +367,6 @@ WRONG: list[tuple[str, Any, dict[str, Any]]] = [
     ("build={'model': 1} must be callable", {"model": 1}, {}),
     ("seed=-1 is too small", build, {"seed": -1}),
     ("copy_every=0 is too small", build, {"buddies": 1, "copy_every": 0}),
-    ("leave out every=3, the old name of copy_every=2", build, {"copy_every": 2, "every": 3}),
     ("mesh=3", build, {"mesh": 3}),
     ("name='a/b'", build, {"name": "a/b"}),
     ("restore=7 must be callable", build, {"restore": 7}),
@@ -466,8 +464,7 @@ def complains(rank: Rank) -> Any:
         for what in MISUSE:
             live = LiveState(call_wrapper, build, name=what)
             said[what] = said_by(step_wrongly, live, what)
-        with pytest.warns(DeprecationWarning, match="copy_every"):
-            kept.append(LiveState(call_wrapper, build, every=2))
+        kept.append(LiveState(call_wrapper, build))
         raise ValueError("the next iteration")
 
     train()

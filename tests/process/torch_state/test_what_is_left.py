@@ -209,9 +209,7 @@ def test_what_the_present_iteration_has_made_is_not_told_and_what_was_frozen_is(
     assert not gc.get_referrers(library.table["dp"]), "else the collector would do"
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
     library.mesh = mesh_of(4)
-    with pytest.warns(DeprecationWarning, match=r"find_leaks\(\) now") as warned:
-        (left,) = [each for each in ft_wrapper.leftovers() if not each.within]  # its old name
-    assert warned[0].filename == __file__
+    (left,) = [each for each in ft_wrapper.find_leaks() if not each.within]
     assert mine["library"] is library and mine["things"] is things, "what locals() gave stays whole"
     assert (left.kind, left.iteration, left.referrer) == ("DeviceMesh", 0, "mylib.table['dp']")
 

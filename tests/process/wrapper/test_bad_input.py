@@ -154,6 +154,14 @@ def test_store_kwargs_that_do_not_fit_are_named() -> None:
         assert error in str(caught.value)
 
 
+def test_an_argument_that_is_one_of_the_limits_is_named() -> None:
+    for moved in ({"max_faults": 3}, {"max_faults": 3, "fault_window": 60}):
+        with pytest.raises(TypeError) as caught:
+            Wrapper(rejoin=True, **moved)
+        new = ", ".join(f"{name}=..." for name in moved)
+        assert str(caught.value) == f"max_faults is an argument of Limits now: Wrapper(limits=Limits({new}))"
+
+
 def test_positional_arguments_unknown_ones_and_a_function_with_settings_are_refused() -> None:
     with pytest.raises(TypeError, match="soft_timout"):
         Wrapper(soft_timout=1)
