@@ -271,6 +271,7 @@ class StepTimes:
 
     longest: float = 0.0
     patience: float = 1.0
+    _timed_out: tuple[int, float, float] | None = None
     places: dict[str, float] = dataclasses.field(default_factory=dict)
     _alarms: dict[str, tuple[int, float]] = dataclasses.field(default_factory=dict)
     _steps: collections.deque[float] = dataclasses.field(
@@ -323,18 +324,29 @@ class StepTimes:
             self._alarms[place] = step, self.places.get(place, 0.0)
         self.places[place] = 2 * self.limit(place)
 
-    def went_on(self, first: int, step: int) -> None:
+    def timed_out(self, step: int | None, seconds: float) -> None:
+        """The same for a timeout of so many seconds, which doubles."""
+        self._timed_out = None if step is None else (step, seconds, self.patience)
+        self.patience *= 2
+
+    def went_on(self, first: int, step: int, longest: float) -> None:
         """Forgets alarms that were right: their steps were done again, and took no longer than others.
 
         Args:
             first: the first step of the iteration.
             step: the step that the rank has come to.
+            longest: seconds of the longest stretch in the iteration, with and without a reason.
         """
         for place, (at, before) in list(self._alarms.items()):
             if first <= at < step:
                 del self._alarms[place]
                 if 2 * self.longest < self.places[place]:
                     self.places[place] = before
+        if self._timed_out is not None and first <= self._timed_out[0] < step:
+            _, seconds, before = self._timed_out
+            self._timed_out = None
+            if 2 * longest < seconds:
+                self.patience = before
 
 
 class WaitingRanks(NamedTuple):

@@ -63,11 +63,12 @@ class HangWatch:
         self._closing = False
         self._thread: threading.Thread | None = None
         self._n = -1  # the iteration that is watched
+        self._step: int | None = None  # the last one that was seen
         self._counted: tuple[int, float] = (0, 0.0)  # pings of the first rank, and when it last pinged
         self._suspected_at: float | None = None
         self._accused_in = -1  # iteration
         self._compiled_at = -math.inf
-        self._oldest = 0.0  # seconds since the oldest last ping, when that was read
+        self._oldest = self._longest = 0.0  # seconds since the oldest last ping, now and at most
         self._alarms: dict[str, int | None] = {}  # places, and at which step
 
     def add(self, rank: WatchedRank) -> None:
@@ -133,6 +134,7 @@ class HangWatch:
             return _IDLE
         self._follow(watched[0])
         self._oldest = oldest = max(one.age(now) for one in watched)
+        self._longest = max(self._longest, oldest)
         self._learn(watched[0].rank.memory)
         self._nodes.is_alone = len(watched) == watched[0].rank.memory.active_world_size
         threshold = self.steps.suspect_after if self.steps.median else _UNKNOWN_AFTER
@@ -190,15 +192,16 @@ class HangWatch:
         self._compiled_at = -math.inf
         self._forget(learns=False)
         # Not only on the node that ended it: the other nodes' ranks had waited almost as long.
-        if self._oldest >= first.rank.limits.soft * self.steps.patience / 2:
-            self.steps.patience *= 2
-        self._n, self._counted = n, (0, 0.0)
+        if self._oldest >= (timeout := first.rank.limits.soft * self.steps.patience) / 2:
+            self.steps.timed_out(self._step, timeout)
+        self._n, self._counted, self._longest = n, (0, 0.0), 0.0
 
     def _learn(self, memory: RankMemory) -> None:
         pings, at = memory.pings, memory.ping_stamp
         last, since = self._counted
         if (step := memory.step) is not None:
-            self.steps.went_on(memory.first_step, step)
+            self._step = step
+            self.steps.went_on(memory.first_step, step, self._longest)
         if at and pings != last:
             if 0 < last < pings:
                 self.steps.passed(pings - last, at - since)

@@ -69,7 +69,6 @@ class Watched:
 
     Args:
         rank: the rank.
-        pings: how often it had pinged.
         at: when it pinged last.
         slices: of its main thread, and since when these are known.
         suspect: the evidence; None while the node is not suspected.
@@ -83,7 +82,6 @@ class Watched:
     """
 
     rank: WatchedRank
-    pings: int = 0
     at: float = 0.0
     slices: tuple[tuple[int, int], float] = ((0, 0), 0.0)
     suspect: Suspect | None = None
@@ -99,10 +97,7 @@ class Watched:
 
     def age(self, now: float) -> float:
         """Seconds since the last ping."""
-        memory = self.rank.memory
-        pings, at = memory.pings, memory.ping_stamp
-        if pings != self.pings:
-            self.pings, self.at = pings, at or now
+        self.at = self.rank.memory.ping_stamp or now
         return now - self.at
 
     def still(self, now: float) -> float:

@@ -264,11 +264,11 @@ def test_an_alarm_that_was_right_is_forgotten() -> None:
     before = steps.limit(LINE)
     steps.alarm(LINE, 7)
     steps.stretch(0.5)  # the first step after a restart
-    steps.went_on(8, 9)
+    steps.went_on(8, 9, 0.5)
     assert steps.limit(LINE) > before, "it was not done again"
-    steps.went_on(7, 7)
+    steps.went_on(7, 7, 0.5)
     assert steps.limit(LINE) > before, "it is not done"
-    steps.went_on(7, 8)
+    steps.went_on(7, 8, 0.5)
     assert steps.limit(LINE) == max(before, 2.0)
 
 
@@ -276,8 +276,19 @@ def test_an_alarm_that_was_wrong_is_learned() -> None:
     steps = known(0.02)
     steps.alarm(LINE, 7)
     steps.stretch(3.0)  # it takes as long again
-    steps.went_on(7, 8)
+    steps.went_on(7, 8, 3.0)
     assert steps.limit(LINE) >= 2 * 3.0
+
+
+@pytest.mark.parametrize(("step", "longest", "patience"), [(7, 1.0, 1.0), (7, 61.0, 2.0), (None, 1.0, 2.0)])
+def test_a_timeout_doubles_until_its_step_is_quick(step: int | None, longest: float, patience: float) -> None:
+    """A checkpoint of 61 s has a reason, and is not learned; its timeout has to stay."""
+    steps = known(0.02)
+    steps.timed_out(step, 60.0)
+    steps.went_on(5, 7, 1.0)
+    assert steps.patience == 2.0, "it is not done"
+    steps.went_on(5, 8, longest)
+    assert steps.patience == patience
 
 
 def test_the_longest_stretch_counts_half_after_two_thousand() -> None:
