@@ -44,7 +44,7 @@ class Kind(enum.Enum):
     TRACED = "held by a debugger"
     FILE = "working on a file"
     COMPILES = "compiling"
-    LOADER = "waiting for a loader's worker that lives"
+    PROCESS = "waiting for a process of its own that lives"
     BUSY = "busy"
     NO_GIL = "busy with the GIL held"
     WAITS = "waiting for other ranks"
@@ -52,7 +52,7 @@ class Kind(enum.Enum):
 
 
 #: Ranks of these kinds have a reason, so only timeouts end them; and what they take is not learned.
-EXPLAINED = (Kind.TRACED, Kind.FILE, Kind.COMPILES, Kind.LOADER)
+EXPLAINED = (Kind.TRACED, Kind.FILE, Kind.COMPILES, Kind.PROCESS)
 #: The questions to a rank: where the function's thread stands, and how its last steps went. The third says
 #: that it is slow, and gets no answer.
 WHERE, STEPS, IS_SLOW = b"?", b"s", b"!"
@@ -72,7 +72,7 @@ class Whereabouts:
         on_device: whether the operation runs on a device, so that the thread may do something else.
         begun: the highest number that has begun, by what it waits in.
         compiles: whether it compiles code.
-        worker: process of the loader's worker that it waits for; 0 for none.
+        process: what it waits for: a loader's worker, or a program that it has started; 0 for none.
     """
 
     thread: int = 0
@@ -83,7 +83,7 @@ class Whereabouts:
     on_device: bool = False
     begun: Mapping[str, int] = dataclasses.field(default_factory=dict)
     compiles: bool = False
-    worker: int = 0
+    process: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +164,7 @@ class Suspect:
         self._answers: collections.deque[Whereabouts] = collections.deque(maxlen=2)
         self._sends = self._failed = False
         self.starved = 0.0
-        self._worker_lost_at: float | None = None
+        self._process_lost_at: float | None = None
 
     @property
     def answer(self) -> Whereabouts | None:
@@ -183,12 +183,12 @@ class Suspect:
         if answer is not None:
             self._answers.append(answer)
 
-    def worker(self, is_lost: bool, now: float) -> None:
-        """Notes whether the loader's worker that it waits for is stopped, or has ended.
+    def process(self, is_lost: bool, now: float) -> None:
+        """Notes whether the process that it waits for is stopped, or has ended.
 
         One that has just ended may have sent what the rank waits for.
         """
-        self._worker_lost_at = (self._worker_lost_at or now) if is_lost else None
+        self._process_lost_at = (self._process_lost_at or now) if is_lost else None
 
     def seen(self, seen: Look, now: float) -> None:
         """Notes a look."""
@@ -239,9 +239,9 @@ class Suspect:
         if answer.inside and answer.on_device and len(self._answers) > 1:
             is_same = all(one.inside == answer.inside for one in self._answers)
             return Kind.WAITS if is_same else Kind.UNKNOWN
-        if answer.worker:
-            lost_at = now if self._worker_lost_at is None else self._worker_lost_at
-            return Kind.STUCK if now - lost_at >= hold.stopped else Kind.LOADER
+        if answer.process:
+            lost_at = now if self._process_lost_at is None else self._process_lost_at
+            return Kind.STUCK if now - lost_at >= hold.stopped else Kind.PROCESS
         if answer.compiles:
             return Kind.COMPILES
         if last.is_in_file or now - self._copied_at < _FILE_FOR:

@@ -317,8 +317,8 @@ class HangWatch:
         elif kind is Kind.WAITS and answer:
             inside = answer.waits or _words({one.waits_in() or ("", 0): WaitingRanks(1, 0)}, [])
             does = f"waiting in {inside}, {answer.words},"
-        elif answer and answer.worker:
-            does = f"waiting for its loader's worker {answer.worker}, which is stopped or dead,"
+        elif answer and answer.process:
+            does = f"waiting for process {answer.process}, which is stopped or dead, {answer.words}"
         if kind in _SLOW:
             self.steps.alarm(one.place, memory.step)
         elif kind is Kind.STUCK and answer:

@@ -30,7 +30,7 @@ class Cause(enum.StrEnum):
     STOPPED = "stopped by signals again and again"
     WORKS = "runs more than other ranks: garbage collection, or work of its own"
     PROCESSOR = "waits for a processor"
-    LOADER = "waits for its data loader"
+    LOADER = "waits for its data loader, or another process of its own"
     LINK = "late at the vote alone: the link into it is slow, or the link out of a rank before it"
     ASLEEP = "asleep: I/O, or a device"
 
@@ -43,7 +43,7 @@ class Signs(NamedTuple):
         waited: it waited for a processor.
         throttled: its cgroup was throttled.
         stopped: it was stopped by a signal.
-        loader: it waited for a loader's worker.
+        loader: it waited for a loader's worker, or another process of its own.
         own: it did not wait for other ranks.
     """
 

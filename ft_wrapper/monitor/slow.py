@@ -144,7 +144,7 @@ class PacedRank:
     def stands(self, answer: Whereabouts) -> None:
         """Notes where it stands in a closer look."""
         waits = bool(answer.waits) or self.memory.votes > self.memory.votes_ended
-        self._places.append(("" if waits else answer.words, bool(answer.worker)))
+        self._places.append(("" if waits else answer.words, bool(answer.process)))
 
     def goes_on(self, slow: SlowRank, steps: int, now: float) -> bool:
         """Notes that it was slow for some more steps; returns whether that is news."""

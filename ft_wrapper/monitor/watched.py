@@ -151,7 +151,7 @@ class Watched:
         answer = suspect.answer
         with contextlib.suppress(OSError):  # it has ended
             suspect.seen(look_at(self.rank.pid, now, answer.thread if answer else 0), now)
-        suspect.worker(bool(answer and answer.worker and is_lost(answer.worker)), now)
+        suspect.process(bool(answer and answer.process and is_lost(answer.process)), now)
 
     def kind(self, now: float, hold: Hold) -> Kind:
         """What it is doing."""

@@ -35,6 +35,8 @@ _FEW_ENTRIES = "64"
 # Modules at the root of a compilation; other modules of these packages also run compiled code.
 _COMPILERS = ("torch._dynamo.convert_frame", "torch._inductor.compile_fx", "torch._inductor.async_compile")
 _TRITON = "triton.compiler"
+# Modules whose objects wait for their process.
+_PARENTS = ("subprocess", "multiprocessing.popen_fork")
 
 
 def current_collective(thread: int) -> tuple[str, CollectivePosition] | None:
@@ -136,7 +138,7 @@ def whereabouts(thread: int) -> Whereabouts:
         on_device,
         begun,
         any(_compiles(each) for each in frames),
-        next(filter(None, map(_awaited_worker, frames)), 0),
+        next(filter(None, map(_awaited_process, frames)), 0),
     )
 
 
@@ -194,8 +196,10 @@ def _compiles(frame: FrameType) -> bool:
     return module in _COMPILERS or module.startswith(_TRITON)
 
 
-def _awaited_worker(frame: FrameType) -> int:
-    """Process of the worker that a frame of torch's data loader waits for; 0 if it waits for none."""
+def _awaited_process(frame: FrameType) -> int:
+    """The process for which a frame of Python's library or of torch's data loader waits; 0: for none."""
+    if frame.f_globals.get("__name__") in _PARENTS:
+        return getattr(frame.f_locals.get("self"), "pid", None) or 0
     if frame.f_code.co_name != "_try_get_data":
         return 0
     loader = frame.f_locals.get("self")

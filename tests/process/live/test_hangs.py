@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import re
 import signal
+import subprocess
 import threading
 import time
 from typing import Any
@@ -156,6 +158,11 @@ def takes_its_time(rank: Rank, waits: str) -> list[Any]:
                 next(iter(torch.utils.data.DataLoader(Slow(), num_workers=1)))
             elif step == EVERY and waits == "compiler" and rank.slot == CULPRIT:
                 exec(COMPILES, {"__name__": "torch._dynamo.convert_frame"})
+            elif step == EVERY and waits == "program" and rank.slot == CULPRIT:
+                subprocess.run(["sleep", "2"], check=True, capture_output=True)
+            elif step == EVERY and waits == "process" and rank.slot == CULPRIT:
+                (process := multiprocessing.get_context("fork").Process(target=time.sleep, args=(2,))).start()
+                process.join()
             elif step == EVERY and waits == "stop" and not rank.slot:
                 rank.say("stop")
             live.commit()
@@ -168,7 +175,7 @@ def takes_its_time(rank: Rank, waits: str) -> list[Any]:
 COMPILES = "import time; end = time.monotonic() + 10\nwhile time.monotonic() < end: pass"
 
 
-@pytest.mark.parametrize("waits", ["loader", "compiler"])
+@pytest.mark.parametrize("waits", ["loader", "compiler", "program", "process"])
 def test_a_rank_with_a_reason_does_not_hang(job: Job, waits: str) -> None:
     """Not even beyond ``soft_timeout``, if it compiles."""
     job.start(3, takes_its_time, waits)

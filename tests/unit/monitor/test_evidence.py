@@ -79,7 +79,7 @@ IN_COLLECTIVE = Whereabouts(1, "train.py:7", "in all_reduce", "all_reduce #3", (
         (Kind.STUCK, None, {}),
         (Kind.NO_GIL, None, {"state": "R", "run": lambda ms: ms * MS}),
         (Kind.COMPILES, Whereabouts(compiles=True), {}),
-        (Kind.LOADER, Whereabouts(worker=12), {}),
+        (Kind.PROCESS, Whereabouts(process=12), {}),
         (Kind.WAITS, Whereabouts(waits="all_reduce #3", inside=("0", 3), on_device=True), {"state": "R"}),
     ],
 )
@@ -90,15 +90,15 @@ def test_what_a_rank_does(kind: Kind, answer: Whereabouts | None, fields: dict[s
 def test_a_rank_whose_loaders_worker_is_lost_is_stuck() -> None:
     suspect = Suspect(0.0, 0.0)
     now = looks(suspect, 0.5)
-    suspect.heard(Whereabouts(worker=12), now)
-    assert suspect.kind(now, LIVE) is Kind.LOADER
-    suspect.worker(True, now)
-    assert suspect.kind(now, LIVE) is Kind.LOADER, "it may have sent what the rank waits for"
-    suspect.heard(Whereabouts(worker=12), now + 0.3)
-    suspect.worker(True, now + 0.3)
+    suspect.heard(Whereabouts(process=12), now)
+    assert suspect.kind(now, LIVE) is Kind.PROCESS
+    suspect.process(True, now)
+    assert suspect.kind(now, LIVE) is Kind.PROCESS, "it may have sent what the rank waits for"
+    suspect.heard(Whereabouts(process=12), now + 0.3)
+    suspect.process(True, now + 0.3)
     assert suspect.kind(now + 0.3, LIVE) is Kind.STUCK
-    suspect.worker(False, now + 0.3)
-    assert suspect.kind(now + 0.3, LIVE) is Kind.LOADER
+    suspect.process(False, now + 0.3)
+    assert suspect.kind(now + 0.3, LIVE) is Kind.PROCESS
 
 
 @pytest.mark.parametrize(("hold", "seconds"), [(LIVE, 0.8), (PLAIN, 5.0)])
