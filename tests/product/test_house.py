@@ -57,7 +57,7 @@ LINES = {
     "protocol": Budget(2185, 2284),
     "store": Budget(1670, 1829),
     "monitor": Budget(2260, 3805),
-    "torch_groups": Budget(1185, 1321),
+    "torch_groups": Budget(1185, 1324),
     "rendezvous": Budget(1715),
     "agent": Budget(3305, 4071),
     # It gave 260 of 550 to what seals take beside their own room: protocol 50, store 110, live 90,
