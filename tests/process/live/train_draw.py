@@ -194,7 +194,7 @@ def _run(case: Case, points: Points, call_wrapper: CallWrapper) -> None:
     if len(points.iterations()) > len(case.faults) + 2:
         raise JobAbort("there were more entries than faults")
     mesh: Any = None
-    options: dict[str, Any] = {"buddies": case.buddies, "every": EVERY} if case.buddies else {}
+    options: dict[str, Any] = {"buddies": case.buddies, "copy_every": EVERY} if case.buddies else {}
     if case.form == "hsdp":
         mesh = init_device_mesh("cpu", (2, case.ranks // 2), mesh_dim_names=("replicate", "shard"))
     elif case.form == "fsdp":

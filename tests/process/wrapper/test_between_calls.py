@@ -65,7 +65,7 @@ def test_a_rank_that_lives_may_take_longer_than_barrier_timeout(job: Job) -> Non
 def test_the_others_go_on_without_those_that_are_gone_between_two_calls(job: Job, is_host_lost: bool) -> None:
     """One has ended, and another one is killed; or its host is lost, of which nothing tells."""
     with job.announced_store() as (_, address):
-        settings = {**SETTINGS, "heartbeat_timeout": 2.0} if is_host_lost else LONG
+        settings = {**SETTINGS, "heartbeat_timeout": 5.0} if is_host_lost else LONG
         job.start(4, calls_twice, settings, env={"FT_WRAPPER_STORE": address})
         job.expect("between")
         job.tell("end", 1)
