@@ -25,6 +25,13 @@ def hang_in_a_lock() -> None:
     lock.acquire()
 
 
+def hang_in_c() -> None:
+    """Waits in C for a mutex that the same thread holds: no signal ends that."""
+    lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, (ctypes.c_long * 16)()
+    lock(mutex)
+    lock(mutex)
+
+
 def hang_in_python() -> None:
     """Runs Python for ever."""
     while True:
@@ -45,6 +52,7 @@ CALLS: dict[str, Callable[[], object]] = {
     "lock": hang_in_a_lock,
     "sigstop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "pipe": lambda: os.read(os.pipe()[0], 1),
+    "mutex": hang_in_c,
     "while_true": hang_in_python,
     "c_loop": lambda: hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1),  # without the GIL
     "c_loop_gil": lambda: collections.deque(itertools.repeat(None), maxlen=0),  # with it

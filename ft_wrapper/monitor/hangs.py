@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 _FIRST_GAP, _MOST_GAP = 0.05, 0.5  # seconds between two looks; grows with the suspicion
 _LATE = 0.5  # seconds by which a look is late after a pause of the node
-_LEAVES_WITHIN = 0.3  # seconds until an accused rank runs Python again, if it can
+_LEAVES_WITHIN = 0.15  # seconds until an accused rank runs Python again, if it can
 _LETS_GO_WITHIN = 5.0  # seconds that it may hold the GIL after that
 _CLAIM_AFTER = 0.25  # seconds of suspicion
 _SLOW = (Kind.BUSY, Kind.NO_GIL)
@@ -124,7 +124,7 @@ class HangWatch:
         """Looks once; returns the seconds until the next time."""
         if accused := [one for one in watched if one.accused_at is not None]:
             self._press(accused, now)
-            return 2 * _FIRST_GAP
+            return _FIRST_GAP
         if (
             not watched
             or not self._is_watchable(watched)
