@@ -117,7 +117,7 @@ def throttled_for(pid: int) -> int:
         if kinds and "cpu" not in kinds.split(","):
             continue
         here = pathlib.Path(f"/sys/fs/cgroup/{kinds}{path}")
-        for group in (here, *here.parents):
+        for group in (here, *here.parents[:-3]):  # not /sys/fs and above
             with contextlib.suppress(OSError):
                 said = dict(each.split() for each in (group / "cpu.stat").read_text().splitlines())
                 found += int(said.get("throttled_time", 0)) + 1000 * int(said.get("throttled_usec", 0))
