@@ -239,11 +239,11 @@ class Suspect:
         if answer.inside and answer.on_device and len(self._answers) > 1:
             is_same = all(one.inside == answer.inside for one in self._answers)
             return Kind.WAITS if is_same else Kind.UNKNOWN
+        if answer.compiles:  # first: a compiler may be another process
+            return Kind.COMPILES
         if answer.process:
             lost_at = now if self._process_lost_at is None else self._process_lost_at
             return Kind.STUCK if now - lost_at >= hold.stopped else Kind.PROCESS
-        if answer.compiles:
-            return Kind.COMPILES
         if last.is_in_file or now - self._copied_at < _FILE_FOR:
             return Kind.FILE
         if still < _LOOKS:

@@ -36,6 +36,7 @@ _IDLE = 0.1  # seconds until it looks whether the ranks can be watched now
 _MOST_WAITS = 4
 _UNKNOWN_AFTER = 10.0  # seconds without a ping, while it is not known how long steps take
 _COMPILES_FOR = 10.0  # seconds without a movement; C++ compilers are children
+_BEFORE_TIMEOUT = 1.0  # seconds
 _ALL_WAIT = "all wait"  # in place of a line
 
 
@@ -299,9 +300,11 @@ class HangWatch:
         return hold._replace(stuck=stuck)
 
     def _hangs(self, one: Watched, kind: Kind, now: float) -> bool:
-        if kind in _SLOW:
+        if kind in _SLOW and one.rank.memory.votes:
             starved = one.suspect.starved if one.suspect else 0.0
-            return bool(one.rank.memory.votes) and one.age(now) - starved > self.steps.limit(one.place)
+            return one.age(now) - starved > self.steps.limit(one.place)
+        if kind in _SLOW:  # just before the timeout, which could only say which rank was first to notice
+            return one.age(now) > one.rank.limits.soft * self.steps.patience - _BEFORE_TIMEOUT
         return kind in (Kind.STUCK, Kind.STOPPED)
 
     # ---- a verdict

@@ -196,11 +196,13 @@ def test_ranks_that_are_all_stopped_are_paused(job: Job) -> None:
     assert [job[slot].value for slot in range(3)] == [[2 * EVERY, []]] * 3
 
 
-def trains_without_live_state(rank: Rank) -> list[Any]:
-    """A rank hangs in a lock; a wrong alarm would cost more, so it takes longer to be sure."""
+def trains_without_live_state(rank: Rank, kind: str) -> list[Any]:
+    """A rank hangs; a wrong alarm would cost more, so it takes longer to be sure."""
     evidence.PLAIN = Hold(0.5, 0.3)
     reports: list[Any] = []
     arguments = {**SETTINGS, "soft_timeout": "auto", "hard_timeout": "auto", "barrier_timeout": 60.0}
+    if kind == "busy":  # then the timeouts are 4 and 6 s
+        arguments |= {"barrier_timeout": 8.0, "heartbeat_timeout": 7.0}
 
     @Wrapper(**with_limits(**arguments, on_restart=reports.append))
     def train(call_wrapper: CallWrapper) -> None:
@@ -209,20 +211,21 @@ def trains_without_live_state(rank: Rank) -> list[Any]:
             call_wrapper.ping(step)
             time.sleep(0.01)
             if step == EVERY and rank.slot == CULPRIT and not reports:
-                hang("lock", None)
+                hang(kind, None)
             dist.all_reduce(torch.ones(1))
 
     train()
     return [[report.cause, list(report.culprit_slots)] for report in reports]
 
 
-def test_a_hang_without_live_state_is_found_too(job: Job) -> None:
-    job.start(2, trains_without_live_state)
+@pytest.mark.parametrize(("kind", "does"), [("lock", "asleep"), ("busy", "busy")])
+def test_a_hang_without_live_state_is_found_too(job: Job, kind: str, does: str) -> None:
+    job.start(2, trains_without_live_state, kind)
     job.wait_for_end()
     for slot in range(2):
         ((cause, culprits),) = job[slot].value
         assert culprits == [CULPRIT]
-        where = "collective #[0-9]+ of group 0: asleep at test_hangs.py:[0-9]+ in hang for"
+        where = f"collective #[0-9]+ of group 0: {does} at test_hangs.py:[0-9]+ in hang for"
         assert re.search(f"did not come to {where}", cause), cause
 
 

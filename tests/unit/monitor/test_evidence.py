@@ -80,6 +80,7 @@ IN_COLLECTIVE = Whereabouts(1, "train.py:7", "in all_reduce", "all_reduce #3", (
         (Kind.NO_GIL, None, {"state": "R", "run": lambda ms: ms * MS}),
         (Kind.COMPILES, Whereabouts(compiles=True), {}),
         (Kind.PROCESS, Whereabouts(process=12), {}),
+        (Kind.COMPILES, Whereabouts(compiles=True, process=12), {}),
         (Kind.WAITS, Whereabouts(waits="all_reduce #3", inside=("0", 3), on_device=True), {"state": "R"}),
     ],
 )
