@@ -20,6 +20,7 @@ from watched_training import FINISH, Board, Task
 
 RESTARTS = 100_000  # more than there are faults: the launcher does not give up
 FORMATION_TIMEOUT = 180.0  # seconds for all ranks to have trained a step
+WATCH_FAILED = "looking for hangs failed"  # what a node logs that finds no more hangs
 FINISH_TIMEOUT = 60.0
 LOOK_EVERY = 0.02
 
@@ -137,6 +138,8 @@ class Watched:
             return f"the job had not ended {FINISH_TIMEOUT:g} s after it was to end"
         if code != 0:
             return f"ftrun exited with {code}:\n{self.job.complaint(lines=30)}"
+        if WATCH_FAILED in self.job.output.read_text(errors="replace"):
+            return f"the job had no evidence from then on: {WATCH_FAILED}"
         _, left = psutil.wait_procs(self.job.helpers(), timeout=FINISH_TIMEOUT)
         return f"the job has left processes behind: {left}" if left else ""
 

@@ -154,8 +154,9 @@ class HangWatch:
             self._suspected_at = now
         for one in watched:
             one.look(now)
-        self._judge(watched, now)
-        return min(max(_FIRST_GAP, (now - self._suspected_at) / 20), _MOST_GAP)
+        suspected_at = self._suspected_at
+        self._judge(watched, now)  # it may have been a pause
+        return min(max(_FIRST_GAP, (now - suspected_at) / 20), _MOST_GAP)
 
     def _find_slow(self, watched: Sequence[Watched], now: float) -> None:
         """Follows the ranks' steps, and says which of them are slow."""

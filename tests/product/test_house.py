@@ -56,7 +56,7 @@ LINES = {
     # --node-bench: agent 290, cli 2. A fork that is under way when ftrun ends: agent 4.
     "protocol": Budget(2185, 2284),
     "store": Budget(1670, 1829),
-    "monitor": Budget(2260, 3808),
+    "monitor": Budget(2260, 3809),
     "torch_groups": Budget(1185, 1324),
     "rendezvous": Budget(1715),
     "agent": Budget(3305, 4071),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -90,6 +92,22 @@ def test_a_rank_that_sleeps_is_named_with_its_line_until_it_is_quick(tmp_path: P
     assert len(re.findall(rf"{named} at script.py:\d+ in train", job.said)) == 1, job.said
     assert len(re.findall(rf"rank {SLOW}, .*\) is no longer slow, after .* s", job.said)) == 1, job.said
     assert job.said.count("is slow") == 1
+
+
+def test_a_pause_of_all_ranks_ends_neither_the_job_nor_the_watch(tmp_path: Path) -> None:
+    with start(tmp_path) as job:
+        await_that(lambda: bool(job.events("slow")), job)
+        family = job.family()  # the template, too
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for process in family:
+                process.send_signal(number)
+            if number == signal.SIGSTOP:
+                time.sleep(2.0)  # longer than one of them may be stopped
+        (tmp_path / "quick").touch()
+        await_that(lambda: len(job.events("slow")) == 2, job)
+        (tmp_path / "finish").touch()
+        assert job.end() == 0, job.said
+    assert not job.events("restarted")
 
 
 def test_the_slow_rank_calls_the_users_function(tmp_path: Path) -> None:
