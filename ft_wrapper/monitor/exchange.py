@@ -14,7 +14,7 @@ from .lateness import Pace, usual_pace
 
 _PATIENCE = 5.0  # seconds without the store
 _READ_EVERY = 0.2  # seconds between two looks at the claims
-_PACES_EVERY = 10.0  # seconds between two messages while nobody is suspected
+_PACES_EVERY = 10.0  # seconds between two messages in calm times
 
 
 class Exchange:
@@ -25,7 +25,7 @@ class Exchange:
         name: of the node's heart.
 
     Attributes:
-        is_alone: whether all active ranks are on this node, so that there is nobody to tell.
+        is_alone: whether all active ranks are on this node.
     """
 
     def __init__(self, connect: Callable[[], Operations], name: str) -> None:
