@@ -36,7 +36,7 @@ _IDLE = 0.1  # seconds until it looks whether the ranks can be watched now
 _MOST_WAITS = 4
 _UNKNOWN_AFTER = 10.0  # seconds without a ping, while it is not known how long steps take
 _COMPILES_FOR = 10.0  # seconds without a movement; C++ compilers are children
-_BEFORE_TIMEOUT = 1.0  # seconds
+_BEFORE_TIMEOUT = 0.9  # of it
 _ALL_WAIT = "all wait"  # in place of a line
 
 
@@ -305,7 +305,7 @@ class HangWatch:
             starved = one.suspect.starved if one.suspect else 0.0
             return one.age(now) - starved > self.steps.limit(one.place)
         if kind in _SLOW:  # just before the timeout, which could only say which rank was first to notice
-            return one.age(now) > one.rank.limits.soft * self.steps.patience - _BEFORE_TIMEOUT
+            return one.age(now) > one.rank.limits.soft * self.steps.patience * _BEFORE_TIMEOUT
         return kind in (Kind.STUCK, Kind.STOPPED)
 
     # ---- a verdict
